@@ -1,0 +1,93 @@
+"""Keys, node ids, tickets, authorizers, grants and capability tokens.
+
+Knows no torch, no network, and no files but its own.
+"""
+
+from __future__ import annotations
+
+from auth.authorized_keys import AuthorizedKey, AuthorizedKeys
+from auth.authorizer import (
+    AccessRequest,
+    Authorizer,
+    ConnectRequest,
+    Credential,
+    FetchRequest,
+    MintRequest,
+    ServiceRequest,
+    Stage,
+    allow_any,
+    any_of,
+    decide,
+    deny_all,
+)
+from auth.certificate import certificate_for, node_id_of_certificate
+from auth.delegation import Delegation, PeerIdentity
+from auth.errors import (
+    AccessDenied,
+    IdentityError,
+    KeyFileError,
+    MeshError,
+    TicketError,
+    TokenRefused,
+)
+from auth.grant import ADMIN, DEFAULT_SCOPES, Denial, Grant, Quotas, permits
+from auth.identity import NodeId, SecretKey, match_node
+from auth.invite import Invite, InviteBook
+from auth.keyfile import load_key, load_or_create_key, save_key
+from auth.ticket import SocketAddress, Ticket
+from auth.tokens import Capability, Claim, TokenBook, TokenFacts, TokenLimits, TokenState
+
+__all__ = [
+    # errors
+    "MeshError",
+    "IdentityError",
+    "KeyFileError",
+    "TicketError",
+    "AccessDenied",
+    "TokenRefused",
+    # who a node is
+    "NodeId",
+    "SecretKey",
+    "match_node",
+    "load_key",
+    "load_or_create_key",
+    "save_key",
+    "certificate_for",
+    "node_id_of_certificate",
+    "Delegation",
+    "PeerIdentity",
+    # how to reach it and get in
+    "SocketAddress",
+    "Ticket",
+    "Invite",
+    "InviteBook",
+    # what a peer may do
+    "ADMIN",
+    "DEFAULT_SCOPES",
+    "Grant",
+    "Denial",
+    "Quotas",
+    "permits",
+    # who decides
+    "Authorizer",
+    "AccessRequest",
+    "ConnectRequest",
+    "ServiceRequest",
+    "MintRequest",
+    "FetchRequest",
+    "Credential",
+    "Stage",
+    "decide",
+    "allow_any",
+    "deny_all",
+    "any_of",
+    "AuthorizedKeys",
+    "AuthorizedKey",
+    # capability tokens
+    "TokenBook",
+    "TokenFacts",
+    "TokenLimits",
+    "TokenState",
+    "Capability",
+    "Claim",
+]

@@ -1,0 +1,463 @@
+"""The file of keys that may enter, as an authorizer that follows every edit of it.
+
+One key a line::
+
+    # anything behind a '#' is a comment
+    <node id> [petname] [scopes=tensor,collective:my-job] [expires=2030-01-31T00:00:00Z]
+
+The file is read again whenever it has changed. A change that can't be read is logged with its line
+and reason, and the last good set stays: a typing error neither locks everybody out nor lets
+anybody in. A file that is gone admits nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import anyio.to_thread
+
+from auth.authorizer import AccessRequest, ConnectRequest, FetchRequest, covered
+from auth.delegation import CLOCK_SKEW, PeerIdentity
+from auth.encoding import check_time
+from auth.errors import IdentityError
+from auth.files import locked, read_file, replace_file
+from auth.grant import DEFAULT_SCOPES, EVERYTHING, Denial, Grant, check_scopes
+from auth.identity import NodeId, check_petname
+from auth.invite import Invite, InviteBook
+
+__all__ = ["AuthorizedKey", "AuthorizedKeys", "parse_authorized_keys"]
+
+MAX_FILE_BYTES = 1 << 20
+"""Some eight thousand lines; it is read within the event loop."""
+
+_GROUP_AND_OTHERS_WRITE = 0o022
+
+# Within this time of a change a second one may leave the same time stamp: the file is read again.
+_TIMESTAMP_DOUBT_NS = 1_000_000_000
+
+_HEADER = """\
+# Nodes that may use this one. Changes take effect at once.
+# <node id> [petname] [scopes=tensor,collective] [expires=2030-01-31T00:00:00Z]
+"""
+
+_NOT_AUTHORIZED = Denial("not-authorized", "its key is not among this node's authorized keys")
+_EXPIRED = Denial("expired", "the authorization of its key has expired")
+_BAD_INVITE = Denial("invite", "the invite is not valid here, has expired, or was used")
+_BAD_DELEGATION = Denial("delegation", "the delegation by its machine is not valid now")
+_BAD_SOURCE = Denial("source", "the source of the fetch is not among the authorized keys")
+
+_log = logging.getLogger("quicmesh.auth")
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorizedKey:
+    """One line of the file.
+
+    Args:
+        node_id: whose key.
+        petname: what this node calls it; unique in the file.
+        scopes: what it may do.
+        expires_at: Unix time in seconds from which it may not; None for never.
+
+    Raises:
+        IdentityError: the petname can't be one, or anybody can sign with the key.
+        ValueError: a scope is malformed, or the time is impossible.
+    """
+
+    node_id: NodeId
+    petname: str | None = None
+    scopes: tuple[str, ...] = DEFAULT_SCOPES
+    expires_at: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.node_id.is_weak:
+            raise IdentityError(f"authorizing {self.node_id.short}", why="anybody can sign with it")
+        object.__setattr__(self, "scopes", check_scopes(self.scopes))
+        if self.petname is not None:
+            check_petname(self.petname)
+        if self.expires_at is not None:
+            check_time(self.expires_at)
+
+    def line(self) -> str:
+        """Return the line, as :func:`parse_authorized_keys` reads it, without its end."""
+        parts = [str(self.node_id)]
+        if self.petname is not None:
+            parts.append(self.petname)
+        if self.scopes != check_scopes(DEFAULT_SCOPES):
+            parts.append("scopes=" + ",".join(self.scopes))
+        if self.expires_at is not None:
+            when = datetime.fromtimestamp(self.expires_at, UTC).isoformat()
+            parts.append("expires=" + when.replace("+00:00", "Z"))
+        return " ".join(parts)
+
+
+def parse_authorized_keys(text: str) -> tuple[AuthorizedKey, ...]:
+    """Read the content of a file.
+
+    Raises:
+        ValueError: a line is malformed, or repeats a key or petname; the text has its number.
+    """
+    if text and not text.endswith("\n"):
+        # A line cut short could grant more than it was meant to: "scopes=tensor" of "tensor:put".
+        raise ValueError("the last line does not end with a newline: is it half written?")
+    keys: dict[NodeId, AuthorizedKey] = {}
+    petnames: set[str] = set()
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            key = _parse_line(words)
+            if key.node_id in keys:
+                raise ValueError(f"{key.node_id.short} is there twice")
+            if key.petname in petnames:
+                raise ValueError(f"the petname {key.petname!r} is there twice")
+        except (ValueError, IdentityError) as error:
+            raise ValueError(f"line {number}: {error}") from None
+        keys[key.node_id] = key
+        if key.petname is not None:
+            petnames.add(key.petname)
+    return tuple(keys.values())
+
+
+class AuthorizedKeys:
+    """An authorizer that admits the keys in a file, and enrols whoever brings a one-time invite.
+
+    A machine's program is admitted as its machine, within the scopes of its delegation and for as
+    long as both hold. At the later stages the key must still be in the file, and what it may do is
+    what the file says then. A fetch is allowed only from a source that could itself enter.
+
+    Safe to use from several threads and, for edits, from several processes.
+
+    Args:
+        path: the file. It need not exist; while it does not, nobody in it is admitted.
+        machine: this machine's key. It and the programs it delegated to are granted everything that
+            their delegation allows, and invites must be signed by it.
+        invites: where spent invites are kept; None enrols nobody.
+        clock: Unix time in seconds.
+
+    Raises:
+        IdentityError: the file can't be trusted or read; names it, the line and the reason.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        machine: NodeId | None = None,
+        invites: InviteBook | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = Path(path)
+        self._machine = machine
+        self._invites = invites
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[NodeId], object]] = []
+        self._seen: _Stamp | None = None
+        self._complaint: str | None = None
+        try:
+            self._keys = self._load()
+        except (ValueError, OSError) as error:
+            raise self._unusable("reading", error) from error
+
+    async def authorize(self, request: AccessRequest) -> Grant | Denial:
+        """Answer as :class:`~auth.authorizer.Authorizer` says."""
+        self.poll()
+        peer, now = request.peer, self._clock()
+        if isinstance(request, ConnectRequest) and peer.delegation is not None:
+            try:
+                peer.delegation.verify(peer.node_id, now)
+            except IdentityError as error:
+                _log.warning("delegation of %s refused: %s", peer, error)
+                return _BAD_DELEGATION
+        answer = self._standing(peer, now)
+        if isinstance(answer, Denial):
+            if isinstance(request, ConnectRequest) and not request.outbound:
+                return await self._enrol(request, answer, now)
+            return answer
+        if isinstance(request, FetchRequest):
+            source = request.source
+            known = PeerIdentity(source) if isinstance(source, NodeId) else source
+            if isinstance(self._standing(known, now), Denial):
+                return _BAD_SOURCE
+        return covered(answer, request)
+
+    def entries(self) -> tuple[AuthorizedKey, ...]:
+        """Return the keys as last read, in the order of the file, expired ones too."""
+        return tuple(self._keys.values())
+
+    def add(
+        self,
+        node_id: NodeId,
+        petname: str | None = None,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        expires: float | None = None,
+    ) -> AuthorizedKey:
+        """Write a key into the file, in the place of its old line if it has one; on disk on return.
+
+        Args:
+            node_id: whose key.
+            petname: what to call it.
+            scopes: what it may do.
+            expires: Unix time in seconds; None for never.
+
+        Raises:
+            IdentityError: the petname can't be one or is taken, or the file can't be edited.
+            ValueError: a scope is malformed.
+        """
+        key = AuthorizedKey(node_id, petname, check_scopes(scopes), expires)
+
+        def choose(present: dict[NodeId, AuthorizedKey]) -> AuthorizedKey:
+            if petname is not None and petname in _petnames(present, but=node_id):
+                raise IdentityError(
+                    f"authorizing {node_id.short} as {petname!r}",
+                    why="another key has this petname",
+                    fix="Choose another one.",
+                )
+            return key
+
+        self._edit(node_id, choose)
+        self.poll()
+        return key
+
+    def remove(self, node_id: NodeId) -> bool:
+        """Take a key out of the file; False if it was not there. Subscribers are called.
+
+        Raises:
+            IdentityError: the file can't be edited.
+        """
+        removed = self._edit(node_id, lambda _: None)
+        self.poll()
+        return removed
+
+    def subscribe(self, callback: Callable[[NodeId], object]) -> Callable[[], None]:
+        """Call ``callback`` with each key that leaves the file, however it left.
+
+        It runs in the thread that noticed, from :meth:`poll`, :meth:`authorize`, :meth:`add` or
+        :meth:`remove`; connections to close are those whose ``machine_id`` it is.
+
+        Returns:
+            What ends the subscription.
+        """
+        self._callbacks.append(callback)
+
+        def unsubscribe() -> None:
+            with contextlib.suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return unsubscribe
+
+    def poll(self) -> None:
+        """Read the file if it has changed; one that can't be read is logged and changes nothing."""
+        with self._lock:
+            before = self._keys
+            try:
+                self._keys = self._load()
+                self._complaint = None
+            except (ValueError, OSError) as error:
+                complaint = str(error)
+                if complaint != self._complaint:
+                    _log.error(
+                        "%s is left as it was last read, with %d keys: %s",
+                        self._path,
+                        len(before),
+                        complaint,
+                    )
+                self._complaint = complaint
+            removed = [node_id for node_id in before if node_id not in self._keys]
+        for node_id in removed:
+            _log.info("%s is no longer authorized", node_id.short)
+            for callback in tuple(self._callbacks):
+                try:
+                    callback(node_id)
+                except Exception:
+                    _log.exception("a subscriber failed on the removal of %s", node_id.short)
+
+    def _standing(self, peer: PeerIdentity, now: float) -> Grant | Denial:
+        machine = peer.machine_id
+        if machine == self._machine:
+            grant = Grant(frozenset({EVERYTHING}))
+        elif (key := self._keys.get(machine)) is not None:
+            grant = Grant(frozenset(key.scopes), key.expires_at)
+        else:
+            return _NOT_AUTHORIZED
+        if peer.delegation is not None:
+            until = peer.delegation.expires_at + CLOCK_SKEW
+            grant = grant.restrict(peer.delegation.scopes, expires_at=until)
+        return _EXPIRED if grant.expired(now) else grant
+
+    async def _enrol(self, request: ConnectRequest, denial: Denial, now: float) -> Grant | Denial:
+        peer = request.peer
+        if self._machine is None or self._invites is None or not request.credential:
+            return denial
+        try:
+            invite = Invite.decode(request.credential.secret)
+        except IdentityError:
+            # Not an invite: a credential that another authorizer may know.
+            return denial
+        try:
+            invite.verify(self._machine, now)
+        except IdentityError as error:
+            _log.warning("invite presented by %s refused: %s", peer, error)
+            return _BAD_INVITE
+        # Off the event loop: this waits for the disk.
+        spent = await anyio.to_thread.run_sync(self._spend, self._invites, invite, peer, now)
+        if not spent:
+            _log.warning("invite presented by %s refused: it was used or revoked", peer)
+            return _BAD_INVITE
+        self.poll()
+        return self._standing(peer, now)
+
+    def _spend(self, invites: InviteBook, invite: Invite, peer: PeerIdentity, now: float) -> bool:
+        node_id = peer.machine_id
+
+        def choose(present: dict[NodeId, AuthorizedKey]) -> AuthorizedKey:
+            # Before the file is written: a crash in between costs an invite, the other order could
+            # admit two. After it was read: a file that can't be edited costs none.
+            if not invites.spend(invite, node_id, now):
+                raise _NotSpent
+            old = present.get(node_id)
+            petname = invite.petname or (None if old is None else old.petname)
+            if petname is not None:
+                petname = _free_petname(petname, _petnames(present, but=node_id))
+            return AuthorizedKey(node_id, petname, invite.scopes)
+
+        try:
+            self._edit(node_id, choose)
+        except _NotSpent:
+            return False
+        _log.info("%s enrolled by invite", node_id.short)
+        return True
+
+    def _edit(
+        self,
+        node_id: NodeId,
+        choose: Callable[[dict[NodeId, AuthorizedKey]], AuthorizedKey | None],
+    ) -> bool:
+        """Replace the line of ``node_id`` by the chosen key's; return whether there was one."""
+        try:
+            path = self._path.resolve()
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with locked(path):
+                text = _HEADER
+                with contextlib.suppress(FileNotFoundError):
+                    text = _read(path)
+                present = {key.node_id: key for key in parse_authorized_keys(text)}
+                chosen = choose(present)
+                if chosen is None and node_id not in present:
+                    return False
+                replace_file(path, _with_line(text, node_id, chosen).encode())
+                return node_id in present
+        except (ValueError, OSError) as error:
+            raise self._unusable("editing", error) from error
+
+    def _load(self) -> dict[NodeId, AuthorizedKey]:
+        try:
+            stamp = _stamp(self._path.stat())
+            if stamp == self._seen:
+                return self._keys
+            # Taken before reading, so that a change meanwhile is seen next time. A file that can't
+            # be used is not read again either, until it changes.
+            settled = abs(time.time_ns() - stamp[0]) > _TIMESTAMP_DOUBT_NS
+            self._seen = stamp if settled else None
+            text = _read(self._path)
+        except FileNotFoundError:
+            self._seen = None
+            return {}
+        return {key.node_id: key for key in parse_authorized_keys(text)}
+
+    def _unusable(self, doing: str, error: Exception) -> IdentityError:
+        what = f"{doing} {self._path}"
+        if isinstance(error, OSError):
+            return IdentityError(what, why=error.strerror or str(error))
+        return IdentityError(what, why=str(error), fix="Correct the file.")
+
+
+class _NotSpent(Exception):
+    """The invite was used or revoked before."""
+
+
+_Stamp = tuple[int, int, int, int]
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+
+
+def _read(path: Path) -> str:
+    data = read_file(
+        path, max_bytes=MAX_FILE_BYTES, refuse_mode=_GROUP_AND_OTHERS_WRITE, follow=True
+    )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError("it is not text in UTF-8") from None
+
+
+def _parse_line(words: list[str]) -> AuthorizedKey:
+    node_id = NodeId.parse(words[0])
+    petname: str | None = None
+    scopes: tuple[str, ...] = DEFAULT_SCOPES
+    expires_at: float | None = None
+    seen: set[str] = set()
+    for word in words[1:]:
+        name, equals, value = word.partition("=")
+        name = name if equals else "petname"
+        if name in seen:
+            raise ValueError(f"{word!r} is a second {name}")
+        seen.add(name)
+        if not equals:
+            petname = word
+        elif name == "scopes":
+            scopes = tuple(value.split(","))
+        elif name == "expires":
+            expires_at = _parse_time(value)
+        else:
+            raise ValueError(f"{name!r} is no option; there are scopes= and expires=")
+    return AuthorizedKey(node_id, petname, scopes, expires_at)
+
+
+def _parse_time(text: str) -> float:
+    example = "one looks like 2030-01-31T00:00:00Z"
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time; {example}") from None
+    if when.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone; {example}")
+    return when.timestamp()
+
+
+def _with_line(text: str, node_id: NodeId, key: AuthorizedKey | None) -> str:
+    lines: list[str] = []
+    new = [] if key is None else [key.line()]
+    # The same lines as the parser's: splitlines() knows more ends, and could make one of a comment.
+    for line in text.split("\n")[:-1]:
+        words = line.partition("#")[0].split()
+        if words and words[0].lower() == str(node_id):
+            lines += new
+            new = []
+        else:
+            lines.append(line)
+    return "".join(f"{line}\n" for line in lines + new)
+
+
+def _petnames(keys: dict[NodeId, AuthorizedKey], *, but: NodeId) -> set[str]:
+    return {key.petname for key in keys.values() if key.petname is not None and key.node_id != but}
+
+
+def _free_petname(wanted: str, taken: set[str]) -> str:
+    name, number = wanted, 2
+    while name in taken:
+        suffix = f"-{number}"
+        name, number = wanted[: 63 - len(suffix)] + suffix, number + 1
+    return name
