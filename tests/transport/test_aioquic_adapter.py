@@ -1,0 +1,337 @@
+"""Fails, naming the attribute, when aioquic changes something that the adapter relies on.
+
+The list is read out of the adapter's source, so that it can't go stale: every private name used on
+one of aioquic's objects, every override, every call to what is overridden.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import aioquic
+import pytest
+from aioquic import tls
+from aioquic.quic.connection import (
+    Limit,
+    QuicConnection,
+    QuicConnectionError,
+    QuicConnectionState,
+    QuicReceiveContext,
+)
+from aioquic.quic.recovery import QuicPacketRecovery, QuicPacketSpace
+from aioquic.quic.stream import QuicStream, QuicStreamReceiver, QuicStreamSender
+
+from tests.transport.pair import World, connect, key
+from transport.protocol import aioquic_adapter
+from transport.protocol.aioquic_adapter import (
+    SUPPORTED_AIOQUIC,
+    AdaptedConnection,
+    client_configuration,
+    server_configuration,
+)
+
+SOURCE = Path(aioquic_adapter.__file__).read_text()
+TREE = ast.parse(SOURCE)
+(CLASS,) = (node for node in TREE.body if isinstance(node, ast.ClassDef))
+
+CHANGED = (
+    "aioquic has changed: {what}. Read the difference between the versions, adapt "
+    "transport/protocol/aioquic_adapter.py, and only then widen the pin."
+)
+
+
+def upstream_connection() -> QuicConnection:
+    return QuicConnection(
+        configuration=server_configuration(
+            key(1), ["x"], max_data=1, max_stream_data=1, idle=1.0, congestion="cubic"
+        ),
+        original_destination_connection_id=os.urandom(8),
+    )
+
+
+def upstream_tls() -> tls.Context:
+    return tls.Context(is_client=False)
+
+
+OWNERS: dict[str, object] = {
+    "aioquic": aioquic,
+    "self": upstream_connection(),
+    "self.tls": upstream_tls(),
+    "self._loss": QuicPacketRecovery(
+        congestion_control_algorithm="cubic",
+        initial_rtt=0.1,
+        max_datagram_size=1200,
+        peer_completed_address_validation=True,
+        send_probe=lambda: None,
+    ),
+    "stream": QuicStream(stream_id=0),
+    "stream.sender": QuicStreamSender(0, writable=True),
+    "stream.receiver": QuicStreamReceiver(0, readable=True),
+    "receiver": QuicStreamReceiver(0, readable=True),
+    "space": QuicPacketSpace(),
+    "limit": Limit(frame_type=0, name="", value=0),
+    "streams": Limit(frame_type=0, name="", value=0),
+    "self._local_max_data": Limit(frame_type=0, name="", value=0),
+    "self._local_max_streams_bidi": Limit(frame_type=0, name="", value=0),
+    "context": None,  # a dataclass: its fields are looked at
+    "error": QuicConnectionError(0, 0, ""),
+}
+"""One of aioquic's objects for each expression on which the adapter uses a name of theirs."""
+
+OWN = {
+    target.attr
+    for node in ast.walk(CLASS)
+    for target in (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    if isinstance(target, ast.Attribute)
+    and isinstance(target.value, ast.Name)
+    and target.value.id == "self"
+} | {node.name for node in ast.walk(CLASS) if isinstance(node, ast.FunctionDef)}
+"""What the adapter itself adds to ``self``."""
+
+
+def uses() -> Iterator[tuple[str, str]]:
+    """Every attribute the adapter uses, with the expression it is used on."""
+    for node in ast.walk(TREE):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node.value), node.attr
+
+
+PRIVATE_USES = sorted(
+    {
+        (owner, name)
+        for owner, name in uses()
+        if name.startswith("_") and not (owner == "self" and name in OWN)
+    }
+)
+
+PUBLIC_USES = sorted(
+    {
+        (owner, name)
+        for owner, name in uses()
+        if not name.startswith("_") and owner in OWNERS and owner != "self" and owner != "error"
+    }
+    | {("self", "tls")}
+)
+
+
+def has(owner: str, name: str) -> bool:
+    if owner == "context":
+        return name in QuicReceiveContext.__dataclass_fields__
+    if owner == "self" and name == "tls":
+        return "self.tls = tls.Context(" in inspect.getsource(QuicConnection._initialize)
+    return hasattr(OWNERS[owner], name)
+
+
+def test_the_list_covers_the_adapter() -> None:
+    """A private name on an expression that is not in OWNERS could change unnoticed."""
+    unknown = [
+        (owner, name)
+        for owner, name in PRIVATE_USES
+        if owner not in OWNERS and not owner.startswith("super()")
+    ]
+    assert not unknown, f"add to OWNERS what these are: {unknown}"
+    assert len(PRIVATE_USES) > 20
+    assert ("stream.sender", "_buffer_fin") in PRIVATE_USES
+    assert ("self.tls", "_set_peer_certificate") in PRIVATE_USES
+
+
+@pytest.mark.parametrize(("owner", "name"), PRIVATE_USES + PUBLIC_USES)
+def test_every_name_that_is_used_is_there(owner: str, name: str) -> None:
+    if owner == "super()":
+        assert hasattr(QuicConnection, name), CHANGED.format(what=f"QuicConnection.{name} is gone")
+        return
+    kind = type(OWNERS[owner]).__name__ if owner != "context" else "QuicReceiveContext"
+    assert has(owner, name), CHANGED.format(what=f"{kind}.{name} is gone")
+
+
+def test_a_name_that_is_gone_is_told_by_name() -> None:
+    """The control of the test above."""
+    assert not has("stream.sender", "_no_such_thing")
+    assert not has("context", "no_such_thing")
+    assert not has("self", "_no_such_thing")
+
+
+OVERRIDES = sorted(
+    node.name
+    for node in CLASS.body
+    if isinstance(node, ast.FunctionDef)
+    and node.name in vars(QuicConnection)
+    and node.name != "__init__"
+)
+
+SIGNATURES = {
+    "_handle_crypto_frame": "(self, context, frame_type, buf)",
+    "_handle_stream_frame": "(self, context, frame_type, buf)",
+    "_initialize": "(self, peer_cid)",
+    "_payload_received": "(self, context, plain, crypto_frame_required=False)",
+    "_write_connection_limits": "(self, builder, space)",
+    "_write_stream_limits": "(self, builder, space, stream)",
+    "datagrams_to_send": "(self, now)",
+    "handle_timer": "(self, now)",
+}
+
+
+def bare(signature: inspect.Signature) -> str:
+    """Names, order, kinds and defaults, without types."""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+def test_what_is_overridden_is_what_is_listed() -> None:
+    """An override whose original has gone is called by nobody, and does nothing, silently."""
+    assert sorted(SIGNATURES) == OVERRIDES
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_every_override_has_the_signature_of_its_original(name: str) -> None:
+    theirs, ours = (
+        bare(inspect.signature(getattr(c, name))) for c in (QuicConnection, AdaptedConnection)
+    )
+    assert theirs == SIGNATURES[name], CHANGED.format(what=f"QuicConnection.{name}{theirs}")
+    assert ours == theirs
+
+
+HANDLERS = {
+    "_on_connection_limit_delivery": "(self, delivery, limit)",
+    "_on_max_stream_data_delivery": "(self, delivery, stream)",
+    "request_key_update": "(self)",
+    "reset_stream": "(self, stream_id, error_code)",
+    "stop_stream": "(self, stream_id, error_code)",
+    "send_stream_data": "(self, stream_id, data, end_stream=False)",
+    "send_ping": "(self, uid)",
+    "close": "(self, error_code=<QuicErrorCode.NO_ERROR: 0>, frame_type=None, reason_phrase='')",
+    "receive_datagram": "(self, data, addr, now)",
+    "connect": "(self, addr, now)",
+}
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_what_is_called_takes_what_it_took(name: str) -> None:
+    found = bare(inspect.signature(getattr(QuicConnection, name)))
+    assert found == HANDLERS[name], CHANGED.format(what=f"QuicConnection.{name}{found}")
+
+
+@pytest.mark.parametrize(
+    ("caller", "called"),
+    [
+        ("_write_application", "self._write_connection_limits(builder=builder, space=space)"),
+        (
+            "_write_application",
+            "self._write_stream_limits(builder=builder, space=space, stream=stream)",
+        ),
+        ("_write_application", "self._stream_limit(stream.stream_id).value += 1"),
+        ("receive_datagram", "self._payload_received("),
+        ("receive_datagram", "self._initialize(header.destination_cid)"),
+        ("_connect", "self._initialize(self._peer_cid.cid)"),
+        ("__init__", "self._handle_stream_frame"),
+        ("__init__", "self._handle_crypto_frame"),
+        ("_handle_stream_frame", "self._local_max_data.used += newly_received"),
+        ("_handle_reset_stream_frame", "self._local_max_data.used += newly_received"),
+    ],
+)
+def test_upstream_still_calls_what_is_overridden_and_counts_as_it_did(
+    caller: str, called: str
+) -> None:
+    source = inspect.getsource(getattr(QuicConnection, caller))
+    assert called in source, CHANGED.format(what=f"QuicConnection.{caller} has no {called!r}")
+
+
+def test_tls_still_asks_for_and_checks_what_it_did() -> None:
+    """Both sides' certificates pass `_set_peer_certificate`, and their signatures are checked."""
+    for caller in ("_client_handle_certificate", "_server_handle_certificate"):
+        source = inspect.getsource(getattr(tls.Context, caller))
+        assert "self._set_peer_certificate(certificate)" in source, caller
+    for caller in ("_client_handle_certificate_verify", "_server_handle_certificate_verify"):
+        source = inspect.getsource(getattr(tls.Context, caller))
+        assert "self._check_certificate_verify_signature(verify)" in source, caller
+    assert "_request_client_certificate" in inspect.getsource(tls.Context._server_handle_hello)
+    assert bare(inspect.signature(tls.Context._set_peer_certificate)) == "(self, certificate)"
+
+
+def test_the_states_of_a_connection_are_those_known() -> None:
+    assert {state.name for state in QuicConnectionState} == {
+        "FIRSTFLIGHT",
+        "CONNECTED",
+        "CLOSING",
+        "DRAINING",
+        "TERMINATED",
+    }
+
+
+def test_the_version_is_the_one_it_was_written_against() -> None:
+    assert aioquic.__version__.startswith(SUPPORTED_AIOQUIC)
+    pins = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"aioquic>={SUPPORTED_AIOQUIC}' in pins
+    assert '<1.8"' in pins
+
+
+def test_nothing_else_touches_what_is_private() -> None:
+    """The adapter is the one module to read when aioquic moves."""
+    for path in Path(aioquic_adapter.__file__).parents[1].rglob("*.py"):
+        if path.name == "aioquic_adapter.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                owner = ast.unparse(node.value)
+                assert not owner.endswith(("quic", "tls")), f"{path.name}: {owner}.{node.attr}"
+
+
+# -- the adapter's own facts
+
+
+def test_the_figures_are_there_when_they_should_be() -> None:
+    world = World()
+    here, there = world.host(1), world.host(2)
+    dialer = here.dial(there).core.quic
+    assert dialer.is_client
+    assert dialer.rtt is None
+    assert dialer.probe_timeout > 0
+    assert not dialer.is_ended
+    world.run(lambda: there.ends and there.end.handshake)
+    world.run(seconds=1)
+    assert dialer.rtt == pytest.approx(0.02, rel=0.2)
+    assert not there.end.core.quic.is_client
+    assert dialer.is_local_stream(0)
+    assert not dialer.is_local_stream(1)
+    assert there.end.core.quic.is_local_stream(1)
+
+
+def test_upstream_logs_to_those_who_asked_for_it() -> None:
+    handlers = aioquic.quic.connection.logger.handlers
+    assert any(isinstance(handler, logging.NullHandler) for handler in handlers)
+
+
+def test_no_session_is_resumed_and_no_early_data_taken() -> None:
+    dialer, listener = connect(World())
+    for end in (dialer, listener):
+        assert end.core.quic.tls.session_resumed is False
+        assert not end.core.quic.tls.early_data_accepted
+    assert dialer.core.quic.configuration.session_ticket is None
+
+
+def test_configurations_carry_what_they_were_given() -> None:
+    for configuration in (
+        client_configuration(
+            key(1), "mesh/1", max_data=7, max_stream_data=5, idle=9.0, congestion="reno"
+        ),
+        server_configuration(
+            key(1), ["mesh/1"], max_data=7, max_stream_data=5, idle=9.0, congestion="reno"
+        ),
+    ):
+        assert configuration.alpn_protocols == ["mesh/1"]
+        assert (configuration.max_data, configuration.max_stream_data) == (7, 5)
+        assert configuration.idle_timeout == 9.0
+        assert configuration.congestion_control_algorithm == "reno"
+        assert configuration.max_datagram_size == 1200
+        assert configuration.max_datagram_frame_size is None

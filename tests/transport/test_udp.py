@@ -1,0 +1,281 @@
+"""The socket beneath, and the addresses it speaks of."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from tests.transport.nodes import eventually, pair
+from transport import AddressError, AddressInUse, Incoming, format_address, parse_address
+from transport.addresses import canonical_address, reachable_addresses
+from transport.udp import UdpSocket
+
+# -- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("192.0.2.1:4433", ("192.0.2.1", 4433)),
+        ("[2001:db8::1]:1", ("2001:db8::1", 1)),
+        ("[2001:DB8:0::0:1]:1", ("2001:db8::1", 1)),
+        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+        ("[::ffff:192.0.2.1]:5", ("192.0.2.1", 5)),
+        (":4433", ("::", 4433)),
+    ],
+)
+def test_addresses_are_read_in_one_form(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+    assert parse_address(format_address(address)) == address
+    assert canonical_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        "1.2.3.4",
+        "1.2.3.4:",
+        "host:1",
+        "::1:1",
+        "1.2.3.4:-1",
+        "1.2.3.4:1.5",
+        "1.2.3.4:65536",
+        "1.2.3.4:0",
+        "1.2.3.4:\u0661",
+        "[1.2.3.4:1",
+        "01.2.3.4:1",
+        "256.1.1.1:1",
+        " 1.2.3.4:1",
+    ],
+)
+def test_everything_else_is_refused_with_the_text_in_question(text: str) -> None:
+    with pytest.raises(AddressError) as caught:
+        parse_address(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_a_wildcard_is_reached_at_the_addresses_of_interfaces() -> None:
+    found = reachable_addresses(("::", 4433), dual_stack=True)
+    assert found
+    assert all(port == 4433 and host not in ("::", "0.0.0.0") for host, port in found)
+    assert not any(host.startswith("fe80") for host, _ in found)
+    hosts = [host for host, _ in found]
+    assert hosts == sorted(hosts, key=lambda host: ":" in host), "IPv4 first"
+    assert not any(":" in host for host, _ in reachable_addresses(("0.0.0.0", 1), dual_stack=False))
+    assert reachable_addresses(("192.0.2.1", 1), dual_stack=False) == (("192.0.2.1", 1),)
+
+
+# -- sockets
+
+
+def open_pair(one: str, two: str) -> tuple[UdpSocket, UdpSocket]:
+    return UdpSocket(one), UdpSocket(two)
+
+
+@pytest.mark.parametrize(
+    ("bind", "peer", "host"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0", "127.0.0.1"),
+        ("[::1]:0", "[::1]:0", "::1"),
+        ("[::]:0", "127.0.0.1:0", "127.0.0.1"),
+        ("[::]:0", "[::1]:0", "::1"),
+    ],
+)
+def test_datagrams_pass_and_sources_are_plain(bind: str, peer: str, host: str) -> None:
+    one, two = open_pair(bind, peer)
+    try:
+        assert one.send(b"hello", (host, two.address[1]))
+        assert two.receive(10) == [(b"hello", (host, one.address[1]))]
+        assert two.send(b"answer", (host, one.address[1]))
+        assert one.receive(10) == [(b"answer", (host, two.address[1]))]
+        assert one.receive(10) == []
+    finally:
+        one.close()
+        two.close()
+
+
+def test_a_batch_is_bounded() -> None:
+    one, two = open_pair("127.0.0.1:0", "127.0.0.1:0")
+    try:
+        for number in range(7):
+            one.send(bytes([number]), two.address)
+        assert [data for data, _ in two.receive(5)] == [bytes([n]) for n in range(5)]
+        assert [data for data, _ in two.receive(5)] == [bytes([5]), bytes([6])]
+    finally:
+        one.close()
+        two.close()
+
+
+def test_an_address_of_the_other_family_is_lost_like_any_unreachable_one() -> None:
+    one = UdpSocket("127.0.0.1:0")
+    try:
+        assert one.send(b"x", ("::1", 9))
+        assert one.send(b"x", ("fe80::1%nosuchif", 9))
+        assert one.send(bytes(70_000), ("127.0.0.1", 9)), "too long for any datagram"
+    finally:
+        one.close()
+
+
+def test_a_taken_port_is_reported_by_number_whatever_the_message() -> None:
+    one = UdpSocket("127.0.0.1:0")
+    try:
+        with pytest.raises(AddressInUse, match=f"{one.address[1]}.*another socket"):
+            UdpSocket(f"127.0.0.1:{one.address[1]}")
+        with pytest.raises(AddressInUse):
+            UdpSocket(f"[::]:{one.address[1]}")  # both families want the port
+    finally:
+        one.close()
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(AddressError, match="nosuchif"):
+        UdpSocket("[fe80::1%nosuchif]:0")
+
+
+def test_without_ipv6_a_wildcard_means_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.udp._has_ipv6", lambda: False)
+    sock = UdpSocket("[::]:0")
+    try:
+        assert sock.address[0] == "0.0.0.0"
+        assert not sock.dual_stack
+    finally:
+        sock.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="error queues of Linux")
+@pytest.mark.parametrize(
+    ("bind", "host"), [("127.0.0.1:0", "127.0.0.1"), ("[::]:0", "127.0.0.1"), ("[::]:0", "::1")]
+)
+def test_a_closed_port_is_reported_with_its_address_and_harms_nobody_else(
+    bind: str, host: str
+) -> None:
+    sock, live = UdpSocket(bind), UdpSocket("[::]:0")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((host, 0))
+        dead = (host, probe.getsockname()[1])
+    try:
+        assert sock.send(b"x", dead)
+        # The report waits on the socket and would fail the next send, to whomever that goes.
+        assert sock.send(b"y", (host, live.address[1]))
+        assert [data for data, _ in live.receive(5)] == [b"y"]
+        assert sock.has_errors
+        assert sock.errors() == [dead]
+        assert not sock.has_errors
+        assert sock.errors() == []
+        assert sock.receive(5) == []
+    finally:
+        sock.close()
+        live.close()
+
+
+class _Scripted:
+    """A socket whose calls raise what a test says."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+        self.script: list[int] = []
+
+    def sendto(self, data: bytes, address: object) -> int:
+        if self.script:
+            raise OSError(self.script.pop(0), "scripted")
+        return self._real.sendto(data, address)  # type: ignore[arg-type]
+
+    def recvfrom(self, size: int) -> tuple[bytes, object]:
+        if self.script:
+            raise OSError(self.script.pop(0), "scripted")
+        return self._real.recvfrom(size)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+
+def scripted(sock: UdpSocket) -> _Scripted:
+    fake = _Scripted(sock.raw)
+    sock._socket = fake  # type: ignore[assignment]
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("errors", "sent"),
+    [
+        ([errno.EAGAIN], False),
+        ([errno.ECONNREFUSED], True),
+        ([errno.EHOSTUNREACH, errno.EHOSTUNREACH], True),
+        ([errno.EPERM], True),
+        ([errno.ENOBUFS], True),
+        ([errno.EMSGSIZE], True),
+    ],
+)
+def test_sending_survives_what_a_host_can_say(errors: list[int], sent: bool) -> None:
+    sock = UdpSocket("127.0.0.1:0")
+    try:
+        scripted(sock).script = errors
+        assert sock.send(b"x", sock.address) is sent
+        assert sock.send(b"x", sock.address)
+    finally:
+        sock.close()
+
+
+def test_receiving_survives_reports_about_datagrams_sent() -> None:
+    sock = UdpSocket("127.0.0.1:0")
+    try:
+        sock.send(b"x", sock.address)
+        scripted(sock).script = [errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH]
+        assert sock.receive(10) == [(b"x", sock.address)]
+        assert sock.has_errors
+    finally:
+        sock.close()
+
+
+# -- a socket that takes nothing for a while
+
+
+@pytest.mark.anyio
+async def test_datagrams_wait_in_order_while_the_socket_is_full() -> None:
+    async with pair() as (dialer, _, connection):
+        sock = dialer._driver.socket
+        send: Callable[..., bool] = sock.send
+        refused: list[bytes] = []
+        full = True
+
+        def limited(data: bytes, address: tuple[str, int]) -> bool:
+            if full:
+                refused.append(data)
+                return False
+            return send(data, address)
+
+        sock.send = limited  # type: ignore[method-assign]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(connection.call, "echo", bytes(20_000))
+            await eventually(lambda: dialer._driver._backlog)
+            await anyio.sleep(0.05)
+            assert refused
+            full = False
+        assert not dialer._driver._backlog
+        assert await connection.call("echo", 1) == 1
+
+
+@pytest.mark.anyio
+async def test_the_backlog_is_bounded() -> None:
+    async def sink(request: Incoming) -> None:
+        async for _ in request.stream:
+            pass
+
+    async with pair(linger=0.1) as (dialer, listener, connection):
+        listener.register_service("sink", sink, scope="x")
+        driver = dialer._driver
+        driver.socket.send = lambda data, address: False  # type: ignore[method-assign]
+        for number in range(3000):
+            driver._send(bytes([number % 256]), ("127.0.0.1", 9))
+        assert len(driver._backlog) <= 1024
+        del driver.socket.send
+        driver._backlog.clear()
+        assert await connection.call("echo", 1) == 1

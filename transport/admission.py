@@ -1,0 +1,205 @@
+"""The hello exchange and the authorizer's first question, on both sides of a connection.
+
+Until a listener has welcomed a peer, that peer can open one stream and make us hold `HELLO_MAX`
+bytes. A dialer serves nobody until the peer it dialled has welcomed it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import anyio
+
+from auth import (
+    AccessDenied,
+    Authorizer,
+    ConnectRequest,
+    Credential,
+    Delegation,
+    Grant,
+    MeshError,
+    NodeId,
+    PeerIdentity,
+    decide,
+)
+from transport.cbor import CborValue
+from transport.codes import code_of
+from transport.config import EndpointConfig
+from transport.connection import MESH_ALPN, Connection
+from transport.errors import DeadlineExceeded, ProtocolError, Superseded
+from transport.frames import ok_reply, parse_request
+from transport.pool import Pool
+from transport.protocol.hello import HELLO_MAX, HELLO_SERVICE, Hello, Welcome, negotiate
+from transport.stream import Stream
+
+__all__ = ["Admission"]
+
+DENIAL_LINGER = 1.0
+"""How long a refused peer may take to read why, in seconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admission:
+    """Who we are, and who decides about others."""
+
+    node_id: NodeId
+    boot: bytes
+    delegation: Delegation | None
+    authorizer: Authorizer
+    config: EndpointConfig
+    pool: Pool
+
+    async def introduce(self, connection: Connection, credential: bytes) -> None:
+        """Say hello on an outbound connection; return when the peer has welcomed us.
+
+        Raises:
+            AccessDenied: the peer refuses us; ``why`` is its reason.
+            Superseded: there is another connection with the peer, or is about to be.
+            MeshError: the handshake or the exchange failed.
+        """
+        await connection.handshaken.wait()
+        connection.raise_if_closed("connection", "handshake")
+        peer = self._identify(connection, None)
+        if connection.alpn != MESH_ALPN:
+            await self._admit_dialled(connection)
+            return
+        if not credential and self.pool.get(peer.node_id) is not None:
+            raise Superseded("connection", peer=peer, why="the peer was faster to dial us")
+        with self.pool.hello(peer.node_id):
+            welcome = await self._say_hello(connection, credential)
+            connection.remote_boot = welcome.boot
+            connection.observed_address = welcome.observed
+            self._identify(connection, self._verify(connection, welcome.delegation))
+            await self._admit_dialled(connection)
+            connection.raise_if_closed("connection", "hello")
+            self.pool.add(connection)
+
+    async def receive_introduction(self, connection: Connection) -> None:
+        """Take an inbound connection through handshake, hello and authorizer.
+
+        Raises:
+            MeshError: the peer is refused, and has been told why as far as it may know.
+        """
+        stream: Stream | None = None
+        hello: Hello | None = None
+        try:
+            with anyio.move_on_after(self.config.handshake_timeout) as scope:
+                await connection.handshaken.wait()
+                connection.raise_if_closed("connection", "handshake")
+                self._identify(connection, None)
+                if connection.alpn == MESH_ALPN:
+                    stream = await connection.next_stream(framed=True)
+                    hello = await _receive_hello(stream)
+            if scope.cancelled_caught:
+                raise DeadlineExceeded(
+                    "connection",
+                    peer=connection.info.remote,
+                    stage="hello" if connection.handshaken.is_set() else "handshake",
+                    after=self.config.handshake_timeout,
+                )
+            if stream is None or hello is None:
+                self._admit(connection, await self._decide(connection, b""))
+            else:
+                await self._answer(connection, stream, hello)
+        except MeshError as error:
+            await self._refuse(connection, stream, error)
+            raise
+
+    # -- inside
+
+    async def _answer(self, connection: Connection, stream: Stream, hello: Hello) -> None:
+        version = negotiate(hello.versions)
+        connection.remote_boot = hello.boot
+        self._identify(connection, self._verify(connection, hello.delegation))
+        await self.pool.check_identity(connection)
+        grant = await self._decide(connection, hello.credential)
+        kept = await self.pool.claim(connection)
+        self._admit(kept, grant)
+        if kept is not connection:
+            raise Superseded("connection", why="there is another one already")
+        await stream.write_answer(ok_reply(self._welcome(connection, version)))
+
+    async def _decide(
+        self, connection: Connection, credential: bytes, *, outbound: bool = False
+    ) -> Grant:
+        request = ConnectRequest(
+            connection.peer, connection.alpn, Credential(credential), outbound=outbound
+        )
+        grant = await decide(self.authorizer, request, timeout=self.config.authorizer_timeout)
+        connection.raise_if_closed("connection", "authorize")
+        return grant
+
+    async def _admit_dialled(self, connection: Connection) -> None:
+        grant: Grant | None = None
+        try:
+            grant = await self._decide(connection, b"", outbound=True)
+        except AccessDenied:
+            pass  # we may use the peer; it may not use us
+        self._admit(connection, grant)
+
+    async def _say_hello(self, connection: Connection, credential: bytes) -> Welcome:
+        hello = Hello(
+            boot=self.boot,
+            delegation=None if self.delegation is None else self.delegation.encode(),
+            credential=credential,
+        )
+        value = await connection.call(
+            HELLO_SERVICE, hello.to_value(), timeout=self.config.connect_timeout
+        )
+        welcome = Welcome.from_value(value)
+        negotiate((welcome.version, welcome.version))
+        return welcome
+
+    def _welcome(self, connection: Connection, version: int) -> CborValue:
+        return Welcome(
+            version=version,
+            boot=self.boot,
+            delegation=None if self.delegation is None else self.delegation.encode(),
+            observed=connection.info.remote,
+        ).to_value()
+
+    def _verify(self, connection: Connection, encoded: bytes | None) -> Delegation | None:
+        if encoded is None:
+            return None
+        assert connection.core.peer is not None
+        delegation = Delegation.decode(encoded)
+        delegation.verify(connection.core.peer, time.time())
+        return delegation
+
+    def _identify(self, connection: Connection, delegation: Delegation | None) -> PeerIdentity:
+        node_id = connection.core.peer
+        assert node_id is not None, "the handshake is over"
+        peer = PeerIdentity(node_id, delegation, connection.info.remote)
+        connection.identify(peer, connection.alpn)
+        return peer
+
+    def _admit(self, connection: Connection, grant: Grant | None) -> None:
+        config = self.config
+        limit = config.max_streams
+        if grant is not None and grant.quotas.max_streams is not None:
+            limit = min(limit, max(1, grant.quotas.max_streams))
+        connection.admit(
+            grant,
+            max_streams=limit,
+            window=config.connection_window,
+            stream_timeout=config.idle_timeout,
+        )
+
+    async def _refuse(self, connection: Connection, hello: Stream | None, error: MeshError) -> None:
+        """Tell the peer why, reliably if it said hello, and let it close; then close ourselves."""
+        with anyio.move_on_after(DENIAL_LINGER, shield=True):
+            if hello is not None and connection.closed is None:
+                await hello.fail(error)
+                await connection.wait_closed()
+        connection.abort(code_of(error), error.why or error.what)
+
+
+async def _receive_hello(stream: Stream) -> Hello:
+    try:
+        service, value = parse_request(await stream.receive_request(HELLO_MAX))
+    except anyio.EndOfStream:
+        raise ProtocolError("a connection's first stream", why="it ended before a hello") from None
+    if service != HELLO_SERVICE:
+        raise ProtocolError("a connection's first stream", why=f"{service!r} came before hello")
+    return Hello.from_value(value)

@@ -1,0 +1,98 @@
+"""What an endpoint can be told, with the reason for each default."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from transport.errors import AddressError, TransportError
+
+__all__ = ["EndpointConfig"]
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointConfig:
+    """Settings of an `Endpoint`. Times are in seconds, sizes in bytes.
+
+    Raises:
+        TransportError: values that contradict each other, with the rule they break.
+    """
+
+    bind: str = "[::]:0"
+    """UDP address to listen on. The default takes a free port on every interface, v4 and v6."""
+
+    advertise: tuple[str, ...] = ()
+    """Addresses to tell others instead of those found on the interfaces, each with its port."""
+
+    listen: bool = True
+    """Whether strangers may dial. A client that only dials turns it off."""
+
+    liveness: float = 3.0
+    """A peer silent for this long is lost. A killed process is noticed far sooner."""
+
+    connect_timeout: float = 10.0
+    """Default deadline of a dial, over all addresses."""
+
+    handshake_timeout: float = 5.0
+    """How long an inbound connection may take to prove itself and to say hello."""
+
+    authorizer_timeout: float = 5.0
+    """How long the authorizer may think; after that the answer is no."""
+
+    idle_timeout: float = 60.0
+    """Default for one wait on a stream: how long a peer may keep a reader or writer waiting."""
+
+    linger: float = 5.0
+    """How long a close waits for what was accepted to be acknowledged."""
+
+    stream_window: int = 1 * MIB
+    """Receive window of one stream: what a peer may send before the application reads it."""
+
+    connection_window: int = 8 * MIB
+    """Receive window of a connection, over all its streams."""
+
+    send_buffer: int = 1 * MIB
+    """What one stream keeps of written data until the peer acknowledges it."""
+
+    max_streams: int = 128
+    """Streams that one peer may have open to us at a time."""
+
+    max_connections: int = 1024
+    """Connections in all, those still in their handshake included."""
+
+    max_half_open: int = 128
+    """Inbound connections not admitted yet; beyond that newcomers are dropped."""
+
+    max_half_open_per_host: int = 32
+    """The same for one source address (IPv6: one /64); beyond that they prove it first."""
+
+    retry_threshold: int = 32
+    """Half-open connections above which newcomers prove their address (RFC 9000 section 8.1.2)."""
+
+    congestion_control: str = "cubic"
+    """Congestion controller: ``"cubic"`` or ``"reno"``."""
+
+    def __post_init__(self) -> None:
+        if self.liveness <= 0 or self.handshake_timeout <= 0 or self.connect_timeout <= 0:
+            raise TransportError("endpoint configuration", why="times must be positive")
+        if self.stream_window > self.connection_window:
+            raise TransportError(
+                "endpoint configuration",
+                why=f"stream_window ({self.stream_window}) exceeds connection_window "
+                f"({self.connection_window})",
+                fix="One stream can't be given more than its connection has.",
+            )
+        if not 0 < self.retry_threshold <= self.max_half_open <= self.max_connections:
+            raise TransportError(
+                "endpoint configuration",
+                why="0 < retry_threshold <= max_half_open <= max_connections does not hold",
+            )
+        for address in self.advertise:
+            if address.rpartition(":")[2] == "0":
+                raise AddressError(
+                    f"address to advertise {address!r}",
+                    why="port 0 means 'any', and nobody can dial that",
+                    fix="Give the port that others can reach, as in 192.0.2.1:4433.",
+                )

@@ -1,0 +1,479 @@
+"""An endpoint: one UDP socket that dials and listens, under one key, in the caller's event loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from types import TracebackType
+
+import anyio
+import anyio.abc
+
+from auth import Authorizer, Delegation, Grant, MeshError, NodeId, SecretKey, SocketAddress
+from transport.addresses import (
+    PeerAddress,
+    canonical_address,
+    format_address,
+    parse_address,
+    reachable_addresses,
+)
+from transport.admission import Admission
+from transport.codes import AppCode
+from transport.config import EndpointConfig
+from transport.connection import MESH_ALPN, Connection
+from transport.dialing import Dialer
+from transport.driver import Driver, new_connection_id
+from transport.errors import (
+    AddressError,
+    ConnectionClosed,
+    Superseded,
+    TransportError,
+    Unreachable,
+)
+from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused
+from transport.pool import Pool
+from transport.protocol import ConnectionCore, Demultiplexer
+from transport.protocol.aioquic_adapter import (
+    AdaptedConnection,
+    client_configuration,
+    server_configuration,
+)
+from transport.protocol.events import Event
+from transport.protocol.hello import BOOT_ID_LENGTH, HELLO_MAX
+from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
+from transport.udp import UdpSocket
+
+__all__ = ["Endpoint"]
+
+STRANGER_WINDOW = HELLO_MAX + 4096
+"""Receive window of a connection that is not yet authorized, in bytes: one hello."""
+
+QUIC_IDLE_TIMEOUT = 60.0
+"""QUIC's own idle timeout, in seconds: a backstop, for liveness notices long before."""
+
+CLOSING_SECONDS = 0.5
+"""How long a closed endpoint stays, at most, to repeat its farewell to peers who missed it."""
+
+CLOSING_ROUND_TRIPS = 3
+"""The same in round trips: who missed it has asked again by then, or will find nobody here."""
+
+HURRIED_LINGER = 0.5
+"""How long a close waits for acknowledgements when an error or a cancellation is the cause."""
+
+HANDLER_GRACE = 5.0
+"""How long the handlers of a connection that the peer has ended may work on what it had sent."""
+
+REDIAL_SECONDS = 0.2
+"""How long a dialer that was refused for another connection waits for it before it dials again."""
+
+MAX_KNOWN_PEERS = 4096
+MAX_KNOWN_ADDRESSES = 16
+
+_log = logging.getLogger("quicmesh.transport")
+
+
+class Endpoint:
+    """A node on the network.
+
+    Use it as an async context manager; it lives in the event loop that enters it, and leaving it
+    closes every connection after delivering what was accepted. Several may live in one process.
+
+    Args:
+        key: the node's identity.
+        authorizer: decides who may connect and what they may do. There is no default.
+        config: everything else.
+        delegation: a machine's statement that `key` acts under it, shown to every peer.
+
+    Raises:
+        AddressError: ``config.bind`` is malformed or not an address of this host.
+        AddressInUse: another socket has that address.
+    """
+
+    def __init__(
+        self,
+        key: SecretKey,
+        authorizer: Authorizer,
+        config: EndpointConfig | None = None,
+        *,
+        delegation: Delegation | None = None,
+    ) -> None:
+        self.config = config or EndpointConfig()
+        self.node_id: NodeId = key.node_id
+        self.boot = os.urandom(BOOT_ID_LENGTH)
+        """Drawn anew at each start: tells a restarted peer from a second one with its key."""
+        self.authorizer = authorizer
+        self._key = key
+        self._pool = Pool(self.node_id)
+        self._admission = Admission(
+            self.node_id, self.boot, delegation, authorizer, self.config, self._pool
+        )
+        self._services = ServiceTable(
+            authorizer,
+            request_timeout=self.config.handshake_timeout,
+            authorizer_timeout=self.config.authorizer_timeout,
+        )
+        self._protocols: dict[str, AlpnHandler] = {}
+        self._connections: dict[ConnectionCore, Connection] = {}
+        self._known: dict[NodeId, tuple[SocketAddress, ...]] = {}
+        self._observers: list[Callable[[EndpointEvent], object]] = []
+        self._stack = AsyncExitStack()
+        self._closing = False
+
+    # -- life
+
+    async def __aenter__(self) -> Endpoint:
+        sock = UdpSocket(self.config.bind)
+        self._demux = Demultiplexer(
+            make_listener=self._make_listener if self.config.listen else None,
+            max_connections=self.config.max_connections,
+            max_half_open=self.config.max_half_open,
+            max_half_open_per_host=self.config.max_half_open_per_host,
+            retry_threshold=self.config.retry_threshold,
+            new_connection_id=new_connection_id,
+        )
+        self._driver = Driver(sock, self._demux, on_event=self._on_event, on_pumped=self._pumped)
+        self._stack.callback(self._driver.close)
+        self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        self._driving = anyio.CancelScope(shield=True)
+        self._dialer = Dialer(self._tasks)
+        self._tasks.start_soon(self._drive)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closing = True
+        self._demux.stop_listening()
+        round_trip = max((core.quic.rtt or 0.0 for core in self._connections), default=0.0)
+        linger = self.config.linger if exc is None else min(self.config.linger, HURRIED_LINGER)
+        try:
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as closing:
+                    for connection in list(self._connections.values()):
+                        closing.start_soon(self._say_goodbye, connection, linger)
+                await self._driver.drain(min(CLOSING_SECONDS, round_trip * CLOSING_ROUND_TRIPS))
+        finally:
+            self._driving.cancel()
+            self._tasks.cancel_scope.cancel()
+            # The block's own error goes on as it is: a task group would wrap it into a group.
+            await self._stack.__aexit__(None, None, None)
+
+    # -- facts
+
+    @property
+    def addresses(self) -> tuple[SocketAddress, ...]:
+        """Where others may reach this node, the likeliest first."""
+        if self.config.advertise:
+            return tuple(parse_address(text) for text in self.config.advertise)
+        sock = self._driver.socket
+        return reachable_addresses(sock.address, dual_stack=sock.dual_stack)
+
+    @property
+    def port(self) -> int:
+        """The UDP port bound."""
+        return self._driver.socket.address[1]
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """The open ``mesh/1`` connections, one for each peer."""
+        return self._pool.connections
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Names of the services and calls offered."""
+        return self._services.names
+
+    @property
+    def drops(self) -> dict[str, int]:
+        """Datagrams that led nowhere, counted by reason."""
+        return dict(self._demux.drops)
+
+    def subscribe(self, observer: Callable[[EndpointEvent], object]) -> None:
+        """Have `observer` called in the event loop with each `EndpointEvent`."""
+        self._observers.append(observer)
+
+    # -- what is offered
+
+    def register_service(self, name: str, handler: StreamHandler, *, scope: str) -> None:
+        """Offer a service on streams to peers whose grant covers `scope`."""
+        self._services.register(name, handler, scope=scope)
+
+    def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
+        """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
+        self._services.register_call(name, handler, scope=scope)
+
+    def register_alpn(self, alpn: str, handler: AlpnHandler) -> None:
+        """Serve a protocol of the app's own beside the mesh's, to peers the authorizer admits.
+
+        Raises:
+            TransportError: the name is taken.
+        """
+        if alpn == MESH_ALPN or alpn in self._protocols:
+            raise TransportError(f"registering ALPN {alpn!r}", why="that name is taken")
+        self._protocols[alpn] = handler
+
+    # -- peers
+
+    def add_addresses(self, node_id: NodeId, addresses: tuple[SocketAddress, ...]) -> None:
+        """Remember where `node_id` may be reached, before what was known of it."""
+        known = self._known.pop(node_id, ())
+        merged = dict.fromkeys((*map(canonical_address, addresses), *known))
+        self._known[node_id] = tuple(merged)[:MAX_KNOWN_ADDRESSES]
+        while len(self._known) > MAX_KNOWN_PEERS:
+            del self._known[next(iter(self._known))]
+
+    def known_addresses(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
+        """Return the addresses known for `node_id`, the latest first."""
+        return self._known.get(node_id, ())
+
+    def connection(self, node_id: NodeId) -> Connection | None:
+        """Return the open connection with `node_id`, if there is one."""
+        return self._pool.get(node_id)
+
+    async def connect(
+        self,
+        target: PeerAddress | NodeId,
+        *,
+        alpn: str = MESH_ALPN,
+        credential: bytes = b"",
+        timeout: float | None = None,
+    ) -> Connection:
+        """Return a connection with `target`, an open one if there is one.
+
+        Args:
+            target: the node id to insist on, with addresses or with those known of it.
+            alpn: the protocol to speak; another than the mesh's gets a connection of its own, and a
+                refusal shows at the first read, for nothing but the mesh's hello waits for a yes.
+            credential: opaque to everyone but the peer's authorizer; at most 4096 bytes. It travels
+                in the mesh's hello, so an open connection without it is not enough: the peer is
+                dialled once more, and grants what it grants for the connection there is.
+            timeout: seconds over all addresses; default ``config.connect_timeout``.
+
+        Raises:
+            AccessDenied: the peer refuses us.
+            Unreachable: no address led to it; the text has each with its own error.
+            ConnectTimeout: the time ran out.
+            AddressError: `target` is this node itself.
+        """
+        if isinstance(target, NodeId):
+            target = PeerAddress(target)
+        if self._closing:
+            raise ConnectionClosed("connecting", peer=target.node_id.short, why="we are closing")
+        if target.node_id == self.node_id:
+            raise AddressError(
+                "connecting", peer=target.node_id.short, why="that is this node itself"
+            )
+        if alpn == MESH_ALPN:
+            open_one = self._pool.get(target.node_id)
+            if open_one is not None and (not credential or open_one.has_shown(credential)):
+                return open_one
+        elif credential:
+            raise TransportError("connecting", why="only the mesh's own protocol has a credential")
+        given = map(canonical_address, target.addresses)
+        addresses = dict.fromkeys((*given, *self.known_addresses(target.node_id)))
+        if not addresses:
+            raise Unreachable(
+                "connecting",
+                peer=target.node_id.short,
+                why="no address of it is known",
+                fix="Give one, or join with a ticket of that node (mesh1...), which holds them.",
+            )
+
+        async def attempt(peer: PeerAddress, address: SocketAddress) -> Connection:
+            return await self._dial(peer, address, alpn, credential)
+
+        async def elsewhere() -> Connection:
+            if credential:
+                await anyio.sleep_forever()  # only our own hello can show it
+            return await self._pool.wait(target.node_id)
+
+        shared = alpn == MESH_ALPN
+        connection = await self._dialer.dial(
+            PeerAddress(target.node_id, tuple(addresses)),
+            attempt,
+            key=(target.node_id, credential) if shared else object(),
+            timeout=self.config.connect_timeout if timeout is None else timeout,
+            elsewhere=elsewhere if shared else None,
+        )
+        connection.note_shown(credential)
+        return connection
+
+    def revoke(self, node_id: NodeId, reason: str) -> int:
+        """Close every connection of `node_id` and of programs it answers for; return how many."""
+        revoked = [
+            connection
+            for connection in self._connections.values()
+            if connection.speaks_for(node_id)
+        ]
+        for connection in revoked:
+            connection.abort(AppCode.DENIED, reason)
+        return len(revoked)
+
+    # -- connections
+
+    async def _dial(
+        self, target: PeerAddress, address: SocketAddress, alpn: str, credential: bytes
+    ) -> Connection:
+        while True:
+            try:
+                return await self._dial_once(target, address, alpn, credential)
+            except Superseded:
+                with anyio.move_on_after(REDIAL_SECONDS):
+                    return await self._pool.wait(target.node_id)
+
+    async def _dial_once(
+        self, target: PeerAddress, address: SocketAddress, alpn: str, credential: bytes
+    ) -> Connection:
+        quic = AdaptedConnection(
+            configuration=client_configuration(
+                self._key,
+                alpn,
+                max_data=STRANGER_WINDOW,
+                max_stream_data=self.config.stream_window,
+                idle=QUIC_IDLE_TIMEOUT,
+                congestion=self.config.congestion_control,
+            ),
+            expected_peer=target.node_id,
+            max_streams=0,
+        )
+        connection = self._connection(quic, address, outbound=True)
+        try:
+            self._driver.dial(connection.core, address)
+            await self._admission.introduce(connection, credential)
+        except BaseException as error:
+            reason = str(error) if isinstance(error, MeshError) else "the dialer gave up"
+            connection.abort(AppCode.CANCELLED, reason)
+            raise
+        self._welcome(connection)
+        return connection
+
+    def _make_listener(
+        self, original: bytes, retried: bytes | None, address: SocketAddress, now: float
+    ) -> ConnectionCore:
+        quic = AdaptedConnection(
+            configuration=server_configuration(
+                self._key,
+                [MESH_ALPN, *self._protocols],
+                max_data=STRANGER_WINDOW,
+                max_stream_data=self.config.stream_window,
+                idle=QUIC_IDLE_TIMEOUT,
+                congestion=self.config.congestion_control,
+            ),
+            expected_peer=None,
+            max_streams=1,
+            original_destination_connection_id=original,
+            retry_source_connection_id=retried,
+        )
+        connection = self._connection(quic, address, outbound=False)
+        self._tasks.start_soon(self._receive_connection, connection, address)
+        return connection.core
+
+    def _connection(
+        self, quic: AdaptedConnection, address: SocketAddress, *, outbound: bool
+    ) -> Connection:
+        core = ConnectionCore(
+            quic,
+            liveness=self.config.liveness,
+            send_buffer=self.config.send_buffer,
+            now=time.monotonic(),
+        )
+        connection = Connection(self._driver, core, address, outbound=outbound)
+        self._connections[core] = connection
+        connection.on_close(lambda _: self._connections.pop(core, None))
+        return connection
+
+    async def _receive_connection(self, connection: Connection, address: SocketAddress) -> None:
+        try:
+            await self._admission.receive_introduction(connection)
+        except MeshError as error:
+            _log.info("refused a connection from %s: %s", format_address(address), error)
+            self._notify(PeerRefused(address, connection.core.peer, error))
+        except Exception:
+            _log.exception("the introduction of %s failed", format_address(address))
+            connection.abort(AppCode.INTERNAL, "internal error")
+        else:
+            self._welcome(connection)
+
+    def _welcome(self, connection: Connection) -> None:
+        """Begin to serve a connection whose peer is admitted."""
+        self._demux.admitted(connection.core)
+        if connection.alpn == MESH_ALPN:
+            self.add_addresses(connection.peer.node_id, (connection.remote_address,))
+        self._notify(PeerJoined(connection))
+        connection.on_close(self._left)
+        self._tasks.start_soon(self._serve, connection)
+
+    async def _serve(self, connection: Connection) -> None:
+        handler = None if connection.outbound else self._protocols.get(connection.alpn)
+        async with anyio.create_task_group() as tasks:
+            if connection.alpn == MESH_ALPN:
+                connection.serve_streams(
+                    lambda stream: tasks.start_soon(self._services.serve, connection, stream),
+                    framed=True,
+                )
+            elif handler is not None:
+                tasks.start_soon(self._run_protocol, handler, connection)
+            while connection.closed is None and _seconds_left(connection.grant) != 0:
+                # A later hello of the peer may bring another grant meanwhile.
+                with anyio.move_on_after(_seconds_left(connection.grant)):
+                    await connection.wait_closed()
+            connection.abort(AppCode.DENIED, "the grant has expired")
+            # What the peer sent before it left is still to be read; what we ended is over.
+            grace = 0.0 if connection.was_ended_here else HANDLER_GRACE
+            tasks.cancel_scope.deadline = anyio.current_time() + grace
+
+    async def _run_protocol(self, handler: AlpnHandler, connection: Connection) -> None:
+        try:
+            await handler(connection)
+            await connection.close(linger=self.config.linger)
+        except (MeshError, anyio.EndOfStream, anyio.ClosedResourceError) as error:
+            _log.info("protocol %r ended: %s", connection.alpn, error)
+        except Exception:
+            _log.exception("the handler of protocol %r failed", connection.alpn)
+        finally:
+            connection.abort(AppCode.INTERNAL, "the handler has ended")
+
+    async def _say_goodbye(self, connection: Connection, linger: float) -> None:
+        if connection.core.peer is None:
+            connection.abort(AppCode.LEFT, "left")
+        await connection.close(AppCode.LEFT, "left", linger=linger)
+
+    async def _drive(self) -> None:
+        # Shielded, so that a cancelled program still says goodbye: `__aexit__` ends it.
+        with self._driving:
+            await self._driver.run()
+
+    # -- called by the driver
+
+    def _on_event(self, core: ConnectionCore, event: Event) -> None:
+        connection = self._connections.get(core)
+        if connection is not None:
+            connection.handle(event)
+
+    def _pumped(self, core: ConnectionCore) -> None:
+        connection = self._connections.get(core)
+        if connection is not None:
+            connection.pumped()
+
+    def _left(self, connection: Connection) -> None:
+        assert connection.closed is not None
+        self._notify(PeerLeft(connection, connection.closed))
+
+    def _notify(self, event: EndpointEvent) -> None:
+        for observer in self._observers:
+            try:
+                observer(event)
+            except Exception:
+                _log.exception("an observer failed on %r", event)
+
+
+def _seconds_left(grant: Grant | None) -> float | None:
+    if grant is None or grant.expires_at is None:
+        return None
+    return max(0.0, grant.expires_at - time.time())

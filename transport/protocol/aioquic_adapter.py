@@ -1,0 +1,420 @@
+"""The one module that touches aioquic's private attributes (pinned to its minor version 1.7).
+
+aioquic's sans-I/O connection does the QUIC; what it lacks is added here by overriding it:
+
+* mutual authentication by Ed25519 key: the server asks for a certificate, both sides read the node
+  id out of it, the dialer pins the id it dialled (RFC 8446 section 4.4.2; CertificateVerify, which
+  proves the key, is aioquic's own);
+* receive windows that move only as the application consumes (RFC 9000 section 4.2): upstream
+  doubles a window once half of it was *received*, which never stops a sender;
+* bounds on what a peer, perhaps not yet authenticated, can make its reassembly hold and search;
+* key updates before the cipher's limit (RFC 9001 section 6.6), which upstream doesn't count;
+* the figures that back-pressure, liveness and ``mesh status`` are made of.
+
+`tests/transport/test_aioquic_adapter.py` fails loudly when an attribute used here changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+
+import aioquic
+from aioquic import tls
+from aioquic.buffer import Buffer  # type: ignore[attr-defined]
+from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.connection import (
+    CONNECTION_LIMIT_FRAME_CAPACITY,
+    MAX_STREAM_DATA_FRAME_CAPACITY,
+    Limit,
+    NetworkAddress,
+    QuicConnection,
+    QuicConnectionError,
+    QuicConnectionState,
+    QuicReceiveContext,
+)
+from aioquic.quic.packet import QuicErrorCode, QuicFrameType
+from aioquic.quic.packet_builder import QuicPacketBuilder
+from aioquic.quic.recovery import QuicPacketSpace
+from aioquic.quic.stream import QuicStream, QuicStreamReceiver
+from cryptography.x509 import InvalidVersion
+
+from auth import IdentityError, NodeId, SecretKey, certificate_for, node_id_of_certificate
+from transport.codes import plain_text
+from transport.protocol.events import ConnectionEnded, EndedBy
+
+__all__ = ["SUPPORTED_AIOQUIC", "AdaptedConnection", "client_configuration", "server_configuration"]
+
+SUPPORTED_AIOQUIC = "1.7."
+"""The minor version whose internals this module was written against."""
+
+HANDSHAKE_DATAGRAM_SIZE = 1200
+"""UDP payload every path carries (RFC 9000 section 14); larger sizes must be probed for."""
+
+KEY_UPDATE_PACKETS = 1 << 22
+"""Packets sent under one key. AES-GCM must not see more than 2^23 (RFC 9001 section 6.6)."""
+
+MAX_CRYPTO_BYTES = 1 << 14
+"""Handshake bytes accepted of a peer per epoch: ours come to 2 KB. Upstream collects a message of
+up to 16 MiB from anybody, copying all of it anew with every packet."""
+
+MAX_CRYPTO_GAPS = 16
+BYTES_PER_GAP = 2048
+"""Gaps in the data of one stream cost a linear search for each frame: as many are accepted as the
+loss of every second full packet of a window leaves, and no more."""
+
+if not aioquic.__version__.startswith(SUPPORTED_AIOQUIC):
+    raise ImportError(
+        f"quicmesh needs aioquic {SUPPORTED_AIOQUIC}x, and {aioquic.__version__} is installed at "
+        f"{aioquic.__file__}. Install the tested set: pip install -c constraints.txt quicmesh"
+    )
+
+# What strangers do wrong must not reach the terminal of a program that has not set up logging.
+logging.getLogger("quic").addHandler(logging.NullHandler())
+
+
+def client_configuration(
+    key: SecretKey, alpn: str, *, max_data: int, max_stream_data: int, idle: float, congestion: str
+) -> QuicConfiguration:
+    """Return the configuration of a dialer that proves `key` and speaks `alpn`."""
+    configuration = _configuration(key, [alpn], max_data, max_stream_data, idle, congestion)
+    configuration.is_client = True
+    # There is no authority to ask: the certificate is self-signed, and its key is the identity.
+    configuration.verify_mode = ssl.CERT_NONE
+    return configuration
+
+
+def server_configuration(
+    key: SecretKey,
+    alpns: list[str],
+    *,
+    max_data: int,
+    max_stream_data: int,
+    idle: float,
+    congestion: str,
+) -> QuicConfiguration:
+    """Return the configuration of a listener that proves `key` and offers `alpns`."""
+    configuration = _configuration(key, alpns, max_data, max_stream_data, idle, congestion)
+    configuration.is_client = False
+    return configuration
+
+
+class AdaptedConnection(QuicConnection):
+    """`aioquic.quic.connection.QuicConnection` with mutual authentication and credit.
+
+    Args:
+        expected_peer: the node id a dialer insists on; None for a listener, which learns it.
+        max_streams: bidirectional streams the peer may open before `admit`.
+    """
+
+    def __init__(
+        self,
+        *,
+        configuration: QuicConfiguration,
+        expected_peer: NodeId | None,
+        max_streams: int,
+        original_destination_connection_id: bytes | None = None,
+        retry_source_connection_id: bytes | None = None,
+    ) -> None:
+        super().__init__(
+            configuration=configuration,
+            original_destination_connection_id=original_destination_connection_id,
+            retry_source_connection_id=retry_source_connection_id,
+        )
+        self.peer_id: NodeId | None = None
+        """The peer's key, once its certificate was seen; proven when the handshake completes."""
+        self.peer_error: IdentityError | None = None
+        """Why the peer's certificate was refused, if it was."""
+        self.last_heard: float | None = None
+        """When the last authentic packet arrived."""
+
+        self._expected_peer = expected_peer
+        self._fell_silent = False
+        self._key_update_at = KEY_UPDATE_PACKETS
+        self._connection_window = configuration.max_data
+        self._connection_consumed = 0
+        self._stream_window = configuration.max_stream_data
+        self._stream_consumed: dict[int, int] = {}
+        self._max_streams = max_streams
+        _set_limit(self._local_max_streams_bidi, max_streams)
+        # Unidirectional streams carry nothing in any protocol here.
+        _set_limit(self._local_max_streams_uni, 0)
+
+    # -- what the protocol half asks
+
+    @property
+    def is_client(self) -> bool:
+        """Whether this side dialled."""
+        return self._is_client
+
+    @property
+    def rtt(self) -> float | None:
+        """Smoothed round-trip time in seconds (RFC 9002 section 5.3), once measured."""
+        return self._loss._rtt_smoothed if self._loss._rtt_initialized else None
+
+    @property
+    def probe_timeout(self) -> float:
+        """The PTO without backoff, in seconds (RFC 9002 section 6.2.1)."""
+        return self._loss.get_probe_timeout()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether a close was sent or received, or is about to be sent."""
+        return self._close_event is not None
+
+    @property
+    def stream_limit(self) -> int:
+        """Bidirectional streams the peer lets us open, counted from the first."""
+        return self._remote_max_streams_bidi
+
+    @property
+    def streams_left(self) -> int:
+        """Bidirectional streams the peer would still let us open."""
+        return self.stream_limit - self._local_next_stream_id_bidi // 4
+
+    def is_local_stream(self, stream_id: int) -> bool:
+        """Whether this side opened the stream (RFC 9000 section 2.1)."""
+        return bool(stream_id & 1) != self._is_client
+
+    def unacknowledged(self, stream_id: int) -> int:
+        """Bytes written to the stream that the peer has not acknowledged."""
+        stream = self._streams.get(stream_id)
+        return 0 if stream is None else _sender_backlog(stream)
+
+    def is_flushed(self) -> bool:
+        """Whether the peer acknowledged all that was written, ends and resets included."""
+        return all(
+            stream.sender.is_finished
+            or (
+                _sender_backlog(stream) == 0
+                and stream.sender._buffer_fin is None
+                and stream.sender._reset_error_code is None
+            )
+            for stream in self._streams.values()
+        )
+
+    def is_discarded(self, stream_id: int) -> bool:
+        """Whether aioquic has no state for the stream (any more)."""
+        return stream_id not in self._streams
+
+    def end_of_connection(self) -> ConnectionEnded | None:
+        """How the connection ended, as soon as that is certain (upstream tells 3 PTOs later)."""
+        end = self._close_event
+        if end is None:
+            return None
+        if self._state is QuicConnectionState.DRAINING:
+            by = EndedBy.REMOTE
+        else:
+            by = EndedBy.SILENCE if self._fell_silent else EndedBy.LOCAL
+        reason = plain_text(end.reason_phrase)
+        # CONNECTION_CLOSE of type 0x1d carries no frame type: that one is the application's.
+        return ConnectionEnded(by, end.error_code, reason, end.frame_type is None)
+
+    # -- credit
+
+    def admit(self, *, max_streams: int, connection_window: int) -> None:
+        """Lift the narrow limits of a peer that is not yet authorized."""
+        # The limit counts from the first stream, so that those already closed stay counted.
+        self._local_max_streams_bidi.value += max(0, max_streams - self._max_streams)
+        self._max_streams = max(max_streams, self._max_streams)
+        self._connection_window = connection_window
+        window_end = self._connection_consumed + connection_window
+        self._local_max_data.value = max(self._local_max_data.value, window_end)
+
+    def consume(self, stream_id: int, count: int) -> bool:
+        """Note that the application took `count` bytes; return whether the peer should be told."""
+        self.discard(count)
+        stream = self._streams.get(stream_id)
+        if stream is not None and not stream.receiver.is_finished:
+            total = self._stream_consumed.get(stream_id, 0) + count
+            self._stream_consumed[stream_id] = total
+            if self._stream_credit(stream, total):
+                return True
+        return bool(self._connection_credit())
+
+    def discard(self, count: int) -> None:
+        """Note that `count` bytes went nowhere: room for other streams, but not for theirs."""
+        self._connection_consumed += count
+
+    def acknowledge_with_data(self, now: float) -> None:
+        """Let an acknowledgement that is still held back travel with the data that now leaves.
+
+        Upstream lets it wait for its own packet: twice the packets where requests alternate.
+        """
+        space = self._spaces[tls.Epoch.ONE_RTT]
+        if space.ack_at is not None:
+            space.ack_at = min(space.ack_at, now)
+
+    def forget(self, stream_id: int) -> None:
+        """Drop the stream's own accounting, when its receiving part has ended."""
+        self._stream_consumed.pop(stream_id, None)
+
+    def received_total(self, stream_id: int) -> int | None:
+        """The highest offset received on the stream, None once aioquic discarded it."""
+        stream = self._streams.get(stream_id)
+        return None if stream is None else stream.receiver.highest_offset
+
+    def _connection_credit(self) -> int:
+        """New MAX_DATA value if it is worth a frame: half a window has been consumed since."""
+        target = self._connection_consumed + self._connection_window
+        return target if target - self._local_max_data.value >= self._connection_window // 2 else 0
+
+    def _stream_credit(self, stream: QuicStream, consumed: int) -> int:
+        target = consumed + self._stream_window
+        worth = target - stream.max_stream_data_local >= self._stream_window // 2
+        return target if worth else 0
+
+    # -- overrides
+
+    def datagrams_to_send(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
+        """As upstream; asks for new keys in time."""
+        if self._packet_number >= self._key_update_at:
+            self._key_update_at = self._packet_number + KEY_UPDATE_PACKETS
+            self.request_key_update()
+        return super().datagrams_to_send(now)
+
+    def handle_timer(self, now: float) -> None:
+        """As upstream; an end that comes with time alone is the peer's silence."""
+        was_open = not self.is_ended
+        super().handle_timer(now)
+        self._fell_silent = self._fell_silent or (was_open and self.is_ended)
+
+    def _initialize(self, peer_cid: bytes) -> None:
+        super()._initialize(peer_cid)
+        if not self._is_client:
+            self.tls._request_client_certificate = True
+        accept = self.tls._set_peer_certificate
+
+        def set_peer_certificate(certificate: tls.Certificate) -> None:
+            try:
+                accept(certificate)
+            except InvalidVersion as error:  # not a ValueError: upstream lets it through
+                raise tls.AlertBadCertificate("Certificate could not be parsed") from error
+            self._check_peer_certificate()
+
+        self.tls._set_peer_certificate = set_peer_certificate  # type: ignore[method-assign]
+
+    def _check_peer_certificate(self) -> None:
+        certificate = self.tls._peer_certificate
+        assert certificate is not None
+        try:
+            peer_id = node_id_of_certificate(certificate)
+            if self._expected_peer is not None and peer_id != self._expected_peer:
+                raise IdentityError(
+                    "proof of identity",
+                    why=f"the node there is {peer_id.short}, not {self._expected_peer.short} "
+                    "that was dialled",
+                    fix="Ask for a fresh ticket: the address may have passed to another node.",
+                )
+        except IdentityError as error:
+            self.peer_error = error
+            raise tls.AlertBadCertificate(error.why or error.what) from error
+        self.peer_id = peer_id
+
+    def _payload_received(
+        self, context: QuicReceiveContext, plain: bytes, crypto_frame_required: bool = False
+    ) -> tuple[bool, bool]:
+        self.last_heard = context.time  # only reached by packets that were authentic
+        try:
+            return super()._payload_received(context, plain, crypto_frame_required)
+        except QuicConnectionError as error:
+            # Without a frame type it would travel, and be told here, as the application's.
+            error.frame_type = error.frame_type or QuicFrameType.PADDING
+            raise
+
+    def _handle_crypto_frame(
+        self, context: QuicReceiveContext, frame_type: int, buf: Buffer
+    ) -> None:
+        super()._handle_crypto_frame(context, frame_type, buf)
+        receiver = self._crypto_streams[context.epoch].receiver
+        if receiver.highest_offset > MAX_CRYPTO_BYTES or _gaps(receiver) > MAX_CRYPTO_GAPS:
+            raise QuicConnectionError(
+                QuicErrorCode.CRYPTO_BUFFER_EXCEEDED, frame_type, "no handshake is that long"
+            )
+
+    def _handle_stream_frame(
+        self, context: QuicReceiveContext, frame_type: int, buf: Buffer
+    ) -> None:
+        start = buf.tell()
+        stream_id = buf.pull_uint_var()
+        buf.seek(start)
+        super()._handle_stream_frame(context, frame_type, buf)
+        stream = self._streams[stream_id]
+        if _gaps(stream.receiver) > max(MAX_CRYPTO_GAPS, self._stream_window // BYTES_PER_GAP):
+            raise QuicConnectionError(
+                QuicErrorCode.INTERNAL_ERROR, frame_type, "the stream's data has too many gaps"
+            )
+
+    def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
+        self._local_max_data.value = self._connection_credit() or self._local_max_data.value
+        self._write_limit(builder, self._local_max_data)
+        streams = self._local_max_streams_bidi
+        # MAX_STREAMS in batches: a frame once half of what was granted has been used up.
+        if streams.sent - streams.used < streams.value - streams.sent:
+            self._write_limit(builder, streams)
+
+    def _write_limit(self, builder: QuicPacketBuilder, limit: Limit) -> None:
+        if limit.value == limit.sent:
+            return
+        buffer = builder.start_frame(
+            limit.frame_type,
+            capacity=CONNECTION_LIMIT_FRAME_CAPACITY,
+            handler=self._on_connection_limit_delivery,
+            handler_args=(limit,),
+        )
+        buffer.push_uint_var(limit.value)
+        limit.sent = limit.value
+
+    def _write_stream_limits(
+        self, builder: QuicPacketBuilder, space: QuicPacketSpace, stream: QuicStream
+    ) -> None:
+        if stream.receiver.is_finished or not stream.max_stream_data_local:
+            return
+        assert stream.stream_id is not None
+        consumed = self._stream_consumed.get(stream.stream_id, 0)
+        credit = self._stream_credit(stream, consumed)
+        stream.max_stream_data_local = credit or stream.max_stream_data_local
+        if stream.max_stream_data_local == stream.max_stream_data_local_sent:
+            return
+        buffer = builder.start_frame(
+            QuicFrameType.MAX_STREAM_DATA,
+            capacity=MAX_STREAM_DATA_FRAME_CAPACITY,
+            handler=self._on_max_stream_data_delivery,
+            handler_args=(stream,),
+        )
+        buffer.push_uint_var(stream.stream_id)
+        buffer.push_uint_var(stream.max_stream_data_local)
+        stream.max_stream_data_local_sent = stream.max_stream_data_local
+
+
+def _configuration(
+    key: SecretKey,
+    alpns: list[str],
+    max_data: int,
+    max_stream_data: int,
+    idle: float,
+    congestion: str,
+) -> QuicConfiguration:
+    configuration = QuicConfiguration(
+        alpn_protocols=alpns,
+        congestion_control_algorithm=congestion,
+        idle_timeout=idle,
+        max_data=max_data,
+        max_stream_data=max_stream_data,
+        max_datagram_size=HANDSHAKE_DATAGRAM_SIZE,
+    )
+    configuration.certificate = certificate_for(key)
+    configuration.private_key = key.private
+    return configuration
+
+
+def _set_limit(limit: Limit, value: int) -> None:
+    limit.value = limit.sent = value
+
+
+def _gaps(receiver: QuicStreamReceiver) -> int:
+    return len(receiver._ranges)
+
+
+def _sender_backlog(stream: QuicStream) -> int:
+    return stream.sender._buffer_stop - stream.sender._buffer_start

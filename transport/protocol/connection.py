@@ -1,0 +1,356 @@
+"""One QUIC connection between two nodes, without sockets or clock."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from aioquic.quic import events as quic_events
+
+from auth import NodeId
+from transport.protocol.aioquic_adapter import AdaptedConnection
+from transport.protocol.events import (
+    ConnectionEnded,
+    ConnectionIdIssued,
+    ConnectionIdRetired,
+    EndedBy,
+    Event,
+    HandshakeCompleted,
+    PingAcknowledged,
+    StreamChanged,
+    StreamOpened,
+    StreamsAvailable,
+)
+from transport.protocol.liveness import Liveness, Verdict
+from transport.protocol.streams import StreamCore
+
+__all__ = ["ConnectionCore"]
+
+CERTIFICATE_REQUIRED = 0x100 + 116
+"""CRYPTO_ERROR carrying the TLS alert certificate_required (RFC 9001 section 4.8)."""
+
+MAX_REASON_BYTES = 256
+"""Longest reason phrase sent: a close may have to fit thrice into a datagram of 1200 bytes, once
+for each set of keys that the peer may have (RFC 9000 section 10.2.3)."""
+
+LIVENESS_PROBE = 0
+"""Number of the PINGs sent for liveness; the application's count from 1."""
+
+Datagram = tuple[bytes, object]
+"""UDP payload and the address it goes to."""
+
+
+class ConnectionCore:
+    """A connection as a state machine: datagrams and time in, datagrams and events out.
+
+    Nothing of the peer's is reported before `HandshakeCompleted`, and that is reported only for a
+    peer which proved a key: a listener closes on a dialer without a certificate.
+
+    Args:
+        quic: the QUIC state machine, its handshake begun (dialer) or about to be (listener).
+        liveness: seconds of silence after which the peer is lost.
+        send_buffer: bytes of one stream that may wait for acknowledgement.
+        now: the current time.
+    """
+
+    def __init__(
+        self, quic: AdaptedConnection, *, liveness: float, send_buffer: int, now: float
+    ) -> None:
+        self.quic = quic
+        self.streams: dict[int, StreamCore] = {}
+        self.peer: NodeId | None = None
+        """The peer's node id, once proven."""
+        self.ended: ConnectionEnded | None = None
+        """How the connection ended, if it has."""
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        """UDP payload in each direction, whether or not it was any good."""
+
+        self._events: deque[Event] = deque()
+        self._liveness = Liveness(liveness, now)
+        self._send_buffer = send_buffer
+        self._blocked: set[int] = set()
+        self._stream_limit = 0
+        self._next_peer_stream = 0 if not quic.is_client else 1
+        self._close_datagrams: list[Datagram] = []
+        self._close_provoked = 0
+        self._resend_close = False
+        self._wrote = False
+
+    # -- bytes and time
+
+    def receive_datagram(self, data: bytes, address: object, now: float) -> None:
+        """Take one UDP payload from `address`."""
+        self.bytes_received += len(data)
+        if self._close_datagrams:
+            # RFC 9000 section 10.2.1: answer with the close again, ever more rarely.
+            self._close_provoked += 1
+            self._resend_close = self._close_provoked & (self._close_provoked - 1) == 0
+            return
+        heard = self.quic.last_heard
+        self.quic.receive_datagram(data, address, now)
+        if self.quic.last_heard != heard:
+            self._liveness.heard(now)
+        self._collect()
+        if self._is_stillborn:
+            reason = "the datagram that should have begun it can't be decrypted"
+            self._end(ConnectionEnded(EndedBy.SILENCE, 0, reason, is_application=False))
+
+    def handle_timer(self, now: float) -> None:
+        """Do what is due at `now`."""
+        due = self.quic.get_timer()
+        if due is not None and due <= now:
+            self.quic.handle_timer(now)
+        if self.peer is not None and self.ended is None:
+            verdict = self._liveness.check(now)
+            if verdict is Verdict.PROBE:
+                self.quic.send_ping(LIVENESS_PROBE)
+            elif verdict is Verdict.LOST:
+                silence = self._liveness.silence(now)
+                self.abandon(f"nothing heard for {silence:.1f} s")
+        self._collect()
+
+    def next_deadline(self) -> float | None:
+        """When `handle_timer` wants to be called; None when the connection has terminated."""
+        due = None if self.is_terminated else self.quic.get_timer()
+        if self.peer is None or self.ended is not None:
+            return due
+        return self._liveness.deadline if due is None else min(due, self._liveness.deadline)
+
+    def datagrams_to_send(self, now: float) -> list[Datagram]:
+        """Return the datagrams that may leave now, each with its address."""
+        if self._is_stillborn:
+            return []
+        if self._resend_close:
+            self._resend_close = False
+            out = self._close_datagrams
+        else:
+            if self._wrote:
+                self._wrote = False
+                self.quic.acknowledge_with_data(now)
+            out = self.quic.datagrams_to_send(now)
+            if out and self.quic.is_ended:
+                self._close_datagrams = out
+        size = sum(len(data) for data, _ in out)
+        if out is self._close_datagrams and self._amplifies(size):
+            return []
+        self.bytes_sent += size
+        return out
+
+    def next_event(self) -> Event | None:
+        """Return the next thing that happened, None when there is no more."""
+        return self._events.popleft() if self._events else None
+
+    def suspect(self, now: float) -> None:
+        """The peer's host reported its port closed: ask at once, decide soon."""
+        if self.peer is None:
+            self.abandon("the host reports that nothing listens there")
+        elif self.ended is None:
+            self._liveness.suspect(now, 2 * self.quic.probe_timeout)
+
+    # -- streams
+
+    @property
+    def can_open_stream(self) -> bool:
+        """Whether the peer's limit leaves room for one more stream of ours."""
+        return self.quic.streams_left > 0
+
+    def open_stream(self) -> StreamCore:
+        """Open a bidirectional stream. The peer learns of it with the first byte."""
+        stream_id = self.quic.get_next_available_stream_id()
+        self.quic.send_stream_data(stream_id, b"")
+        stream = self.streams[stream_id] = StreamCore(stream_id)
+        return stream
+
+    def room(self, stream: StreamCore) -> int:
+        """Bytes that may be written to the stream now; 0 asks for a `StreamChanged` later."""
+        room = self._send_buffer - self.quic.unacknowledged(stream.stream_id)
+        if room <= 0:
+            self._blocked.add(stream.stream_id)
+            return 0
+        return room
+
+    def write(self, stream: StreamCore, data: bytes | memoryview, *, fin: bool = False) -> None:
+        """Write what `room` allowed, and the end of the stream with `fin`."""
+        self._wrote = True
+        if fin:
+            stream.fin_sent = True
+        self.quic.send_stream_data(stream.stream_id, data, end_stream=fin)  # type: ignore[arg-type]
+
+    def consumed(self, stream: StreamCore, count: int) -> bool:
+        """The application took `count` bytes. Return whether credit is due to the peer."""
+        return self.quic.consume(stream.stream_id, count)
+
+    def reset(self, stream: StreamCore, code: int) -> None:
+        """Give up on both directions of the stream (RFC 9000 sections 19.4 and 19.5)."""
+        if stream.local_reset is not None:
+            return
+        stream.local_reset = code
+        self.quic.reset_stream(stream.stream_id, code)
+        if not stream.receive_ended:
+            self._stop(stream, code)
+
+    def release(self, stream: StreamCore, code: int) -> None:
+        """The application drops the stream: what was not read is thrown away, and credited."""
+        if stream.released:
+            return
+        stream.released = True
+        self._blocked.discard(stream.stream_id)
+        self.quic.discard(stream.drop())
+        if not stream.send_ended:
+            stream.local_reset = code
+            self.quic.reset_stream(stream.stream_id, code)
+        if stream.receive_ended:
+            self._forget(stream)
+        else:
+            self._stop(stream, code)
+
+    def is_flushed(self) -> bool:
+        """Whether the peer has acknowledged everything that was written."""
+        return self.quic.is_flushed()
+
+    # -- the connection
+
+    def admit(self, *, max_streams: int, connection_window: int) -> None:
+        """The peer is authorized: lift the narrow limits it had until now."""
+        self.quic.admit(max_streams=max_streams, connection_window=connection_window)
+
+    def ping(self, uid: int) -> None:
+        """Send a PING; `PingAcknowledged` reports its answer."""
+        self.quic.send_ping(uid)
+
+    def close(self, code: int, reason: str) -> None:
+        """Close with an application code. What was not acknowledged is lost: flush before."""
+        self._end(ConnectionEnded(EndedBy.LOCAL, code, reason, is_application=True))
+        self.quic.close(error_code=code, reason_phrase=_cut(reason))
+
+    def abandon(self, reason: str) -> None:
+        """Give the peer up for lost."""
+        self._end(ConnectionEnded(EndedBy.SILENCE, 0, reason, is_application=False))
+        self.quic.close(reason_phrase=_cut(reason))
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the closing period is over and the connection can be forgotten."""
+        if self.ended is None:
+            return False
+        return self._is_stillborn or self.quic.get_timer() is None
+
+    # -- inside
+
+    @property
+    def _is_stillborn(self) -> bool:
+        """Whether this is a listener that no authentic packet has reached."""
+        return self.quic.last_heard is None and not self.quic.is_client
+
+    def _amplifies(self, size: int) -> bool:
+        """Whether to send `size` bytes more is too much for a host that may not have asked.
+
+        Closing goes beside aioquic's own account of it (RFC 9000 section 8.1).
+        """
+        is_proven = self.quic.is_client or self.peer is not None
+        return not is_proven and self.bytes_sent + size > 3 * self.bytes_received
+
+    def _collect(self) -> None:
+        while (event := self.quic.next_event()) is not None:
+            self._translate(event)
+        if self.ended is None and (end := self.quic.end_of_connection()) is not None:
+            self._end(end)
+        if self.ended is not None or self.peer is None:
+            return
+        if self._stream_limit < (limit := self.quic.stream_limit):
+            self._stream_limit = limit
+            self._events.append(StreamsAvailable())
+        for stream_id in [i for i in self._blocked if self._has_room(i)]:
+            self._blocked.discard(stream_id)
+            self._events.append(StreamChanged(stream_id))
+
+    def _has_room(self, stream_id: int) -> bool:
+        return self.quic.unacknowledged(stream_id) < self._send_buffer
+
+    def _translate(self, event: quic_events.QuicEvent) -> None:
+        match event:
+            case quic_events.ConnectionIdIssued(connection_id=connection_id):
+                self._events.append(ConnectionIdIssued(connection_id))
+            case quic_events.ConnectionIdRetired(connection_id=connection_id):
+                self._events.append(ConnectionIdRetired(connection_id))
+            case _ if self.ended is not None:
+                pass
+            case quic_events.HandshakeCompleted(alpn_protocol=alpn):
+                self._handshake_completed(alpn or "")
+            case _ if self.peer is None:
+                pass  # nothing of an unproven peer's gets further than this
+            case quic_events.StreamDataReceived(stream_id=stream_id, data=data, end_stream=fin):
+                if (stream := self._stream(stream_id)) is not None:
+                    self._data_received(stream, data, fin)
+            case quic_events.StreamReset(stream_id=stream_id, error_code=code):
+                if (stream := self._stream(stream_id)) is not None:
+                    self._reset_received(stream, code)
+            case quic_events.StopSendingReceived(stream_id=stream_id, error_code=code):
+                # aioquic has answered with RESET_STREAM already (RFC 9000 section 3.5).
+                if (stream := self._stream(stream_id)) is not None:
+                    stream.remote_stop = code
+                    self._events.append(StreamChanged(stream_id))
+            case quic_events.PingAcknowledged(uid=uid) if uid != LIVENESS_PROBE:
+                self._events.append(PingAcknowledged(uid))
+
+    def _handshake_completed(self, alpn: str) -> None:
+        peer = self.quic.peer_id
+        if peer is None:
+            reason = "a certificate with an Ed25519 key is required"
+            self._end(ConnectionEnded(EndedBy.LOCAL, CERTIFICATE_REQUIRED, reason, False))
+            self.quic.close(error_code=CERTIFICATE_REQUIRED, frame_type=0, reason_phrase=reason)
+            return
+        self.peer = peer
+        self._events.append(HandshakeCompleted(peer, alpn))
+
+    def _stream(self, stream_id: int) -> StreamCore | None:
+        """Return the stream an event is about, None if it is over and forgotten.
+
+        The first event of a stream may be any: its frames are reordered, and repeated when lost.
+        Opening a stream opens those of lower number too (RFC 9000 section 2.1).
+        """
+        if not self.quic.is_local_stream(stream_id):
+            while self._next_peer_stream <= stream_id:
+                opened, self._next_peer_stream = self._next_peer_stream, self._next_peer_stream + 4
+                self.streams[opened] = StreamCore(opened)
+                self._events.append(StreamOpened(opened))
+        return self.streams.get(stream_id)
+
+    def _data_received(self, stream: StreamCore, data: bytes, fin: bool) -> None:
+        stream.feed(data, fin)
+        if stream.released:
+            self.quic.discard(stream.drop())
+            if fin:
+                self._forget(stream)
+        else:
+            self._events.append(StreamChanged(stream.stream_id))
+
+    def _reset_received(self, stream: StreamCore, code: int) -> None:
+        # Bytes that a reset cut off count against the window as if they had come.
+        final_size = self.quic.received_total(stream.stream_id)
+        if final_size is not None:
+            self.quic.discard(final_size - stream.delivered)
+        stream.remote_reset = code
+        if stream.released:
+            self._forget(stream)
+        else:
+            self._events.append(StreamChanged(stream.stream_id))
+
+    def _stop(self, stream: StreamCore, code: int) -> None:
+        if not self.quic.is_discarded(stream.stream_id):
+            self.quic.stop_stream(stream.stream_id, code)
+
+    def _forget(self, stream: StreamCore) -> None:
+        self.streams.pop(stream.stream_id, None)
+        self.quic.forget(stream.stream_id)
+
+    def _end(self, end: ConnectionEnded) -> None:
+        if self.ended is None:
+            self.ended = end
+            self._blocked.clear()
+            self._events.append(end)
+
+
+def _cut(reason: str) -> str:
+    """Return as much of `reason` as fits, and as UTF-8 can say."""
+    return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")

@@ -1,0 +1,186 @@
+"""The first exchange on a ``mesh/1`` connection: versions, features, limits, identity.
+
+The dialer's hello is the request on its first stream; the listener replies with a welcome, or with
+the error for which it refuses, and the stream ends. Unknown fields and features are ignored, so
+that a newer node can say more; a version range without overlap is refused with both ranges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from transport.cbor import CborValue
+from transport.errors import ProtocolError
+from transport.frames import MAX_FRAME
+
+__all__ = ["BOOT_ID_LENGTH", "HELLO_MAX", "HELLO_SERVICE", "Hello", "Welcome", "negotiate"]
+
+HELLO_SERVICE = "mesh.hello"
+
+MAX_CREDENTIAL = 4096
+MAX_DELEGATION = 4096
+MAX_ADDRESS_TEXT = 128
+
+HELLO_MAX = 12288
+"""Largest hello in bytes: credential, delegation, and the rest with room to spare. All that a
+stranger can make us hold."""
+
+BOOT_ID_LENGTH = 16
+"""A node draws a boot id when it starts: the same key with another boot id has restarted, or is
+alive twice."""
+
+VERSIONS = (1, 1)
+"""Oldest and newest protocol version spoken here."""
+
+FEATURES: frozenset[str] = frozenset()
+"""Optional abilities spoken here; both sides must name one for it to be used."""
+
+MAX_FEATURES = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hello:
+    """What the dialer says first. `credential` is opaque, and secret to everyone else."""
+
+    boot: bytes
+    delegation: bytes | None = None
+    credential: bytes = dataclasses.field(default=b"", repr=False)
+    versions: tuple[int, int] = VERSIONS
+    features: frozenset[str] = FEATURES
+    max_frame: int = MAX_FRAME
+
+    def to_value(self) -> CborValue:
+        """Return the CBOR value, which travels in the stream's request frame."""
+        value: dict[str, CborValue] = {
+            "versions": list(self.versions),
+            "features": [*sorted(self.features)],
+            "max_frame": self.max_frame,
+            "boot": self.boot,
+            "credential": self.credential,
+        }
+        if self.delegation is not None:
+            value["delegation"] = self.delegation
+        return value
+
+    @classmethod
+    def from_value(cls, value: CborValue) -> Hello:
+        """Check what arrived; `ProtocolError` says what is wrong with it."""
+        fields = _Fields(value, "hello")
+        return cls(
+            boot=fields.boot(),
+            delegation=fields.delegation(),
+            credential=fields.binary("credential", MAX_CREDENTIAL),
+            versions=fields.versions(),
+            features=fields.features(),
+            max_frame=fields.positive("max_frame"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Welcome:
+    """What an accepting listener answers: the version chosen and who it is beyond its key."""
+
+    version: int
+    boot: bytes
+    delegation: bytes | None = None
+    features: frozenset[str] = FEATURES
+    max_frame: int = MAX_FRAME
+    observed: str = ""
+    """The dialer's address as the listener sees it."""
+
+    def to_value(self) -> CborValue:
+        """Return the CBOR value, which travels inside the stream's reply frame."""
+        value: dict[str, CborValue] = {
+            "version": self.version,
+            "features": [*sorted(self.features)],
+            "max_frame": self.max_frame,
+            "boot": self.boot,
+            "observed": self.observed,
+        }
+        if self.delegation is not None:
+            value["delegation"] = self.delegation
+        return value
+
+    @classmethod
+    def from_value(cls, value: CborValue) -> Welcome:
+        """Check what arrived; `ProtocolError` says what is wrong with it."""
+        fields = _Fields(value, "welcome")
+        return cls(
+            version=fields.positive("version"),
+            boot=fields.boot(),
+            delegation=fields.delegation(),
+            features=fields.features(),
+            max_frame=fields.positive("max_frame"),
+            observed=fields.text("observed", MAX_ADDRESS_TEXT),
+        )
+
+
+def negotiate(theirs: tuple[int, int], ours: tuple[int, int] = VERSIONS) -> int:
+    """Return the newest version both speak, or raise `ProtocolError` naming both ranges."""
+    newest = min(theirs[1], ours[1])
+    if newest < max(theirs[0], ours[0]):
+        raise ProtocolError(
+            "choice of a protocol version",
+            why=f"they speak {theirs[0]} to {theirs[1]}, we speak {ours[0]} to {ours[1]}",
+            fix="Upgrade the older of the two.",
+        )
+    return newest
+
+
+class _Fields:
+    """Reads typed fields out of a map from the wire."""
+
+    def __init__(self, value: CborValue, what: str) -> None:
+        if not isinstance(value, dict):
+            raise ProtocolError(what, why="not a map")
+        self._value = value
+        self._what = what
+
+    def _wrong(self, name: str) -> ProtocolError:
+        return ProtocolError(self._what, why=f"field {name!r} is missing or malformed")
+
+    def binary(self, name: str, limit: int) -> bytes:
+        value = self._value.get(name)
+        if not isinstance(value, bytes) or len(value) > limit:
+            raise self._wrong(name)
+        return value
+
+    def delegation(self) -> bytes | None:
+        name = "delegation"
+        return self.binary(name, MAX_DELEGATION) if name in self._value else None
+
+    def boot(self) -> bytes:
+        value = self.binary("boot", BOOT_ID_LENGTH)
+        if len(value) != BOOT_ID_LENGTH:
+            raise self._wrong("boot")
+        return value
+
+    def text(self, name: str, limit: int) -> str:
+        value = self._value.get(name)
+        if not isinstance(value, str) or len(value) > limit or not value.isprintable():
+            raise self._wrong(name)
+        return value
+
+    def positive(self, name: str) -> int:
+        value = self._value.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._wrong(name)
+        return value
+
+    def versions(self) -> tuple[int, int]:
+        value = self._value.get("versions")
+        if not isinstance(value, list) or len(value) != 2:
+            raise self._wrong("versions")
+        low, high = value
+        if type(low) is not int or type(high) is not int or not 0 < low <= high:
+            raise self._wrong("versions")
+        return low, high
+
+    def features(self) -> frozenset[str]:
+        value = self._value.get("features")
+        if not isinstance(value, list) or len(value) > MAX_FEATURES:
+            raise self._wrong("features")
+        names = {name for name in value if isinstance(name, str)}
+        if len(names) != len(value):
+            raise self._wrong("features")
+        return frozenset(names)

@@ -1,0 +1,151 @@
+"""What an endpoint offers its peers: services on streams, calls, and protocols of the app's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import anyio
+
+from auth import AccessDenied, Authorizer, Grant, MeshError, PeerIdentity, ServiceRequest, decide
+from transport.cbor import CborValue
+from transport.errors import ServiceUnknown, TransportError
+from transport.frames import MAX_FRAME, ok_reply, parse_request
+from transport.stream import Stream
+
+if TYPE_CHECKING:
+    from transport.connection import Connection
+
+__all__ = ["AlpnHandler", "CallHandler", "Incoming", "ServiceTable", "StreamHandler"]
+
+_log = logging.getLogger("quicmesh.transport")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request by a peer that is authenticated and authorized for this service."""
+
+    service: str
+    value: CborValue
+    """What the peer sent with the request; its shape is for the handler to check."""
+    peer: PeerIdentity
+    grant: Grant
+    connection: Connection
+    stream: Stream
+    """The stream it came on. A call's handler leaves it alone."""
+
+
+StreamHandler = Callable[[Incoming], Awaitable[None]]
+"""Serves one stream. Its first write, or its return, tells the peer that the stream was taken; an
+error raised before goes to the peer whole, one raised later as a reset of that class."""
+
+CallHandler = Callable[[Incoming], Awaitable[CborValue]]
+"""Answers one call. Cancelled when the caller gives up."""
+
+AlpnHandler = Callable[["Connection"], Awaitable[None]]
+"""Serves one connection of the app's own protocol; the connection is closed when it returns."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Service:
+    handler: Callable[[Incoming], Awaitable[CborValue]]
+    scope: str
+    is_call: bool
+
+
+class ServiceTable:
+    """Services by name.
+
+    Args:
+        authorizer: asked for every stream, beyond the scope that the connection's grant must cover.
+        request_timeout: seconds a peer may take to write the first frame of a stream.
+        authorizer_timeout: seconds the authorizer may take.
+    """
+
+    def __init__(
+        self, authorizer: Authorizer, *, request_timeout: float, authorizer_timeout: float
+    ) -> None:
+        self._authorizer = authorizer
+        self._request_timeout = request_timeout
+        self._authorizer_timeout = authorizer_timeout
+        self._services: dict[str, _Service] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The registered services and calls, sorted."""
+        return tuple(sorted(self._services))
+
+    def register(self, name: str, handler: StreamHandler, *, scope: str) -> None:
+        """Offer a service on streams to peers whose grant covers `scope`."""
+
+        async def serve(request: Incoming) -> CborValue:
+            await handler(request)
+            return None
+
+        self._add(name, _Service(serve, scope, is_call=False))
+
+    def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
+        """Offer a call to peers whose grant covers `scope`."""
+        self._add(name, _Service(handler, scope, is_call=True))
+
+    async def serve(self, connection: Connection, stream: Stream) -> None:
+        """Serve one stream of a peer's from its first frame to its end."""
+        try:
+            service, request = await self._admit(connection, stream)
+            if service.is_call:
+                await self._answer(service, request)
+            else:
+                await service.handler(request)
+                if not stream.is_closed:
+                    await stream.send_eof()
+                    await stream.aclose()
+        except MeshError as error:
+            await stream.fail(error)
+        except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            stream.reset(error)  # the peer, or the handler itself, ended the stream early
+        except Exception as error:
+            _log.exception("a handler failed on a stream of %s", connection.peer)
+            await stream.fail(error)
+        except BaseException as error:
+            stream.reset(error)
+            raise
+
+    def _add(self, name: str, service: _Service) -> None:
+        if name in self._services:
+            raise TransportError(f"registering {name!r}", why="that name is taken")
+        self._services[name] = service
+
+    async def _admit(self, connection: Connection, stream: Stream) -> tuple[_Service, Incoming]:
+        with anyio.move_on_after(self._request_timeout):
+            name, value = parse_request(await stream.receive_request(MAX_FRAME))
+            grant = connection.grant
+            if grant is None:
+                raise AccessDenied(
+                    f"service {name!r}", why="this node dialled out and serves nobody"
+                )
+            service = self._services.get(name)
+            if service is None:
+                raise ServiceUnknown(f"service {name!r}", why="this node does not offer it")
+            grant = await decide(
+                self._authorizer,
+                ServiceRequest(connection.peer, name, service.scope, grant),
+                timeout=self._authorizer_timeout,
+            )
+            return service, Incoming(name, value, connection.peer, grant, connection, stream)
+        raise TransportError("a request", why="it was not complete in time")
+
+    async def _answer(self, service: _Service, request: Incoming) -> None:
+        stream = request.stream
+        with anyio.CancelScope() as scope:
+            stream.on_abandoned(scope.cancel)
+            value = await service.handler(request)
+            stream.on_abandoned(None)
+            try:
+                reply = ok_reply(value)
+            except MeshError as error:
+                raise TypeError(f"the answer of {request.service!r} can't travel") from error
+            await stream.write_answer(reply)
+        if scope.cancelled_caught:
+            stream.reset()

@@ -1,0 +1,236 @@
+"""One UDP socket: IPv4 and IPv6 on the same port, non-blocking, with the host's error reports."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import struct
+import sys
+
+from auth import SocketAddress
+from transport.addresses import format_address, parse_address
+from transport.errors import AddressError, AddressInUse
+
+__all__ = ["UdpSocket"]
+
+BUFFER_SIZE = 4 << 20
+"""Asked of the kernel for each direction; it gives what its own limit allows."""
+
+MAX_DATAGRAM = 65535
+"""Larger than any UDP payload, so that none is cut."""
+
+# Linux: queue ICMP errors with the address they are about (ip(7), ipv6(7)).
+_IP_RECVERR = 11
+_IPV6_RECVERR = 25
+_ERROR_QUEUE_MESSAGE = 2048
+_ERROR_QUEUE_ANCILLARY = 512
+_ERRNO = struct.Struct("=I")
+
+_ICMP_ERRORS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
+
+
+_NativeAddress = tuple[str, int] | tuple[str, int, int, int]
+
+
+class UdpSocket:
+    """A bound UDP socket that sends and receives whole datagrams without waiting.
+
+    Addresses are plain pairs of host literal and port in both directions; an IPv4 address on a
+    socket of both families is never seen in its mapped form.
+
+    Args:
+        bind: where to listen, as `parse_address` reads it; port 0 takes a free one.
+
+    Raises:
+        AddressError: `bind` is malformed, or no interface of this host has that address.
+        AddressInUse: another socket has it.
+    """
+
+    def __init__(self, bind: str) -> None:
+        host, port = parse_address(bind, allow_port_zero=True)
+        self._socket, self.dual_stack = _open(host, port)
+        self._is_ipv6 = self._socket.family == socket.AF_INET6
+        self._socket.setblocking(False)
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, BUFFER_SIZE)
+        self._reports_errors = self._ask_for_errors()
+        self.has_errors = False
+        """Whether the host has reported a destination unreachable since `errors` was last asked."""
+        self.address: SocketAddress = self._plain(self._socket.getsockname())
+
+    @property
+    def raw(self) -> socket.socket:
+        """The socket to wait on."""
+        return self._socket
+
+    def receive(self, limit: int) -> list[tuple[bytes, SocketAddress]]:
+        """Return at most `limit` datagrams that wait, each with its source."""
+        out: list[tuple[bytes, SocketAddress]] = []
+        for _ in range(limit):
+            try:
+                data, source = self._socket.recvfrom(MAX_DATAGRAM)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno == errno.EBADF:
+                    raise
+                self.has_errors = True  # the report about a datagram sent; the queue has details
+                continue
+            out.append((data, self._plain(source)))
+        return out
+
+    def send(self, data: bytes, address: SocketAddress) -> bool:
+        """Send one datagram; return False when the socket's buffer is full.
+
+        A datagram that the host refuses (no route, a firewall) is lost, as it might have been
+        anywhere else on its way.
+        """
+        target = self._native(address)
+        if target is None:
+            return True
+        for _ in range(2):
+            try:
+                self._socket.sendto(data, target)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno in _ICMP_ERRORS:
+                    self.has_errors = True
+                    continue  # the report about an earlier datagram, perhaps to another peer
+            break
+        return True
+
+    def errors(self) -> list[SocketAddress]:
+        """Return the destinations that the network has reported unreachable since last asked.
+
+        Hints only: anyone who can guess an address can forge such a report.
+        """
+        out: list[SocketAddress] = []
+        self.has_errors = False
+        while self._reports_errors:
+            try:
+                _, ancillary, _, target = self._socket.recvmsg(
+                    _ERROR_QUEUE_MESSAGE, _ERROR_QUEUE_ANCILLARY, socket.MSG_ERRQUEUE
+                )
+            except OSError:
+                break  # empty
+            for _, kind, data in ancillary:
+                if kind not in (_IP_RECVERR, _IPV6_RECVERR) or len(data) < _ERRNO.size:
+                    continue
+                (number,) = _ERRNO.unpack_from(data)
+                if number in _ICMP_ERRORS and target:
+                    out.append(self._plain(target))
+        return out
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _ask_for_errors(self) -> bool:
+        if sys.platform != "linux":
+            return False
+        if self._is_ipv6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, _IPV6_RECVERR, 1)
+        if not self._is_ipv6 or self.dual_stack:
+            self._socket.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
+        return True
+
+    def _plain(self, address: tuple[object, ...]) -> SocketAddress:
+        host, port = str(address[0]), address[1]
+        assert isinstance(port, int)
+        if self._is_ipv6:
+            if host.startswith("::ffff:"):
+                host = host.removeprefix("::ffff:")
+            elif address[3]:
+                host = f"{host}%{_zone_name(address[3])}"
+        return host, port
+
+    def _native(self, address: SocketAddress) -> _NativeAddress | None:
+        """Return the form that this socket takes, None where its family can't reach the address."""
+        host, port = address
+        is_v6 = ":" in host
+        if is_v6 == self._is_ipv6:
+            if "%" not in host:
+                return host, port
+            try:
+                return _with_zone(host, port)
+            except AddressError:
+                return None
+        if self._is_ipv6 and self.dual_stack:
+            return f"::ffff:{host}", port
+        return None
+
+
+def _open(host: str, port: int) -> tuple[socket.socket, bool]:
+    """Return a bound socket, and whether it takes IPv4 beside IPv6."""
+    if ":" not in host:
+        return _bind(socket.AF_INET, host, port), False
+    if not ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        return _bind(socket.AF_INET6, host, port), False
+    if _has_ipv6():
+        return _bind(socket.AF_INET6, host, port, dual_stack=True), True
+    return _bind(socket.AF_INET, "0.0.0.0", port), False  # noqa: S104 - all was asked for
+
+
+def _has_ipv6() -> bool:
+    """Whether IPv6 can be used here at all: many a container has the family, but no address."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
+def _bind(
+    family: socket.AddressFamily, host: str, port: int, *, dual_stack: bool = False
+) -> socket.socket:
+    native = _with_zone(host, port) if "%" in host else (host, port)
+    try:
+        sock = socket.socket(family, socket.SOCK_DGRAM)
+    except OSError as error:
+        raise AddressError(
+            f"listening on {format_address((host, port))}", why="this host has no IPv6"
+        ) from error
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual_stack else 1)
+        sock.bind(native)
+    except OSError as error:
+        sock.close()
+        where = format_address((host, port))
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"listening on {where}",
+                why="another socket has that UDP port",
+                fix=f"Find it with: ss -lunp 'sport = {port}'. Or take a free port: port 0.",
+            ) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise AddressError(
+                f"listening on {where}",
+                why="no interface of this host has that address",
+                fix="Use an address that 'ip address' shows, or [::]:PORT for all of them.",
+            ) from None
+        raise AddressError(f"listening on {where}", why=error.strerror or str(error)) from error
+    return sock
+
+
+def _with_zone(host: str, port: int) -> _NativeAddress:
+    """Return a link-local address with the index of the interface that its zone names."""
+    literal, _, zone = host.partition("%")
+    try:
+        index = int(zone) if zone.isdigit() else socket.if_nametoindex(zone)
+    except OSError:
+        raise AddressError(
+            f"address {host!r}", why=f"no interface here is named {zone!r}"
+        ) from None
+    return literal, port, 0, index
+
+
+def _zone_name(index: object) -> str:
+    assert isinstance(index, int)
+    try:
+        return socket.if_indextoname(index)
+    except OSError:
+        return str(index)  # the interface has just gone
