@@ -1,0 +1,187 @@
+"""A tensor's elements as bytes, without copying where they already lie in order.
+
+Memory is reached through ``data_ptr``: ``Tensor.numpy()`` would make the storage impossible to
+resize ever after, which breaks whoever frees and regrows storages, such as FSDP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from tensor_bridge.codec import Quantization, TensorMeta, describe, memory_order
+from tensor_bridge.errors import QuotaExceeded, TensorChanged, UnsupportedTensor
+
+__all__ = ["CHUNK_BYTES", "allocate", "chunks", "tensor_bytes"]
+
+CHUNK_BYTES = 256 * 1024
+"""Bytes handled per turn of the event loop: so many that the cost of a turn does not show, so few
+that gathering them takes well under a millisecond."""
+
+# Element types of torch's own copy kernels by size. Read as one of these, elements of any type are
+# copied bit by bit, whether or not torch has a kernel for the type itself.
+_RAW = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of `tensor` itself as writable bytes, in memory order.
+
+    The view keeps the tensor alive. It dangles if the tensor's storage is resized.
+
+    Args:
+        tensor: on the CPU and dense in memory (contiguous, transposed, channels_last), with no
+            conjugate or negative bit.
+
+    Raises:
+        UnsupportedTensor: the elements don't lie in one span of CPU memory as they are.
+    """
+    if not _in_place(tensor, describe(tensor)):
+        raise UnsupportedTensor(
+            f"byte view of a tensor of shape {tuple(tensor.shape)}",
+            why="its elements don't fill one span of CPU memory as they are",
+            fix="Take the view of a contiguous copy.",
+        )
+    return _span(tensor, tensor.data_ptr(), tensor.numel() * tensor.dtype.itemsize)
+
+
+def chunks(tensor: torch.Tensor, meta: TensorMeta, offset: int = 0) -> Iterator[memoryview]:
+    """Yield the bytes of `tensor` from `offset` on, in pieces of at most `CHUNK_BYTES`.
+
+    Elements that lie in order are not copied; all others are gathered one piece at a time, so that
+    a view never costs a copy of its size. Pieces of a CUDA tensor are copied to the CPU on the
+    calling thread's current stream, and waited for.
+
+    Args:
+        tensor: what to read. It must not be written to meanwhile; whoever reads checks its version.
+        meta: ``describe(tensor)``, taken before.
+        offset: bytes to leave out, from 0 to ``meta.nbytes``.
+
+    Yields:
+        Byte views, valid until the next one is asked for.
+
+    Raises:
+        TensorChanged: the tensor's memory was resized or replaced meanwhile.
+    """
+    if _in_place(tensor, meta):
+        yield from _spans(tensor, meta.nbytes, offset)
+        return
+    skip = offset
+    for size, block in _blocks(_elements(tensor).permute(meta.order)):
+        if skip >= size:
+            skip -= size
+            continue
+        gathered = block.resolve_conj().resolve_neg().contiguous().cpu()
+        yield _span(gathered, gathered.data_ptr(), size)[skip:]
+        skip = 0
+
+
+def allocate(meta: TensorMeta) -> torch.Tensor:
+    """Return a new CPU tensor as `meta` describes it, allocated once and not initialized.
+
+    Raises:
+        QuotaExceeded: this machine has no room for it.
+    """
+    try:
+        room = torch.empty(meta.nbytes, dtype=torch.uint8, device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise QuotaExceeded(
+            f"allocation of {meta.nbytes} bytes", why="this machine does not have that much memory"
+        ) from error
+    with torch.inference_mode(False):
+        tensor = _empty(meta).set_(room.untyped_storage(), 0, meta.shape, meta.strides)
+        return tensor.requires_grad_(meta.requires_grad)
+
+
+def _in_place(tensor: torch.Tensor, meta: TensorMeta) -> bool:
+    """Return whether the bytes to move lie in one span of CPU memory as they are."""
+    return (
+        tensor.device.type == "cpu"
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and memory_order(meta.shape, tensor.stride()) is not None
+    )
+
+
+def _span(owner: torch.Tensor, address: int, nbytes: int) -> memoryview:
+    array = (ctypes.c_ubyte * nbytes).from_address(address) if nbytes else (ctypes.c_ubyte * 0)()
+    array.owner = owner  # type: ignore[attr-defined]  # the view holds the array, the array the tensor
+    return memoryview(array).cast("B")
+
+
+def _spans(tensor: torch.Tensor, nbytes: int, offset: int) -> Iterator[memoryview]:
+    start = tensor.data_ptr()
+    end = tensor.storage_offset() * tensor.dtype.itemsize + nbytes
+    while offset < nbytes:
+        # Asked again each time: resizing a storage moves it.
+        if tensor.data_ptr() != start or tensor.untyped_storage().nbytes() < end:
+            raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
+        size = min(CHUNK_BYTES, nbytes - offset)
+        yield _span(tensor, start + offset, size)
+        offset += size
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of `tensor` that torch can copy exactly, free of autograd and quantizers."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach()
+    alias = torch.empty(0, dtype=_RAW[tensor.dtype.itemsize], device=tensor.device)
+    return alias.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cut `tensor` into consecutive parts, in row order, of at most `CHUNK_BYTES` each."""
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    if nbytes <= CHUNK_BYTES:
+        yield nbytes, tensor
+        return
+    row = nbytes // tensor.shape[0]
+    if row > CHUNK_BYTES:
+        for part in tensor:
+            yield from _blocks(part)
+        return
+    step = CHUNK_BYTES // row
+    for first in range(0, tensor.shape[0], step):
+        part = tensor[first : first + step]
+        yield part.shape[0] * row, part
+
+
+def _empty(meta: TensorMeta) -> torch.Tensor:
+    """Return an empty CPU tensor that has everything of `meta` but its shape."""
+    with warnings.catch_warnings():
+        # torch calls complex32 experimental and quantized types deprecated. Who made the tensor has
+        # been told; who is sent it has no choice.
+        warnings.simplefilter("ignore", UserWarning)
+        if meta.quantization is None:
+            return torch.empty(0, dtype=meta.dtype, device="cpu")
+        return _empty_quantized(meta.dtype, meta.quantization)
+
+
+def _empty_quantized(dtype: torch.dtype, quantization: Quantization) -> torch.Tensor:
+    # torch's own way to rebuild a quantized tensor around a storage: torch._utils._rebuild_qtensor.
+    if quantization.axis is None:
+        return torch._empty_affine_quantized(
+            (0,),
+            scale=quantization.scales[0],
+            zero_point=quantization.zero_points[0],
+            dtype=dtype,
+            device="cpu",
+        )
+    return torch._empty_per_channel_affine_quantized(
+        (0,),
+        scales=torch.tensor(quantization.scales, dtype=torch.float64, device="cpu"),
+        zero_points=torch.tensor(quantization.zero_points, dtype=torch.int64, device="cpu"),
+        axis=quantization.axis,
+        dtype=dtype,
+        device="cpu",
+    )

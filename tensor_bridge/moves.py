@@ -1,0 +1,212 @@
+"""What every move has: progress, deadlines, and a way to go on after a broken link."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import anyio
+
+from auth import MeshError
+from tensor_bridge.codec import TensorMeta
+from tensor_bridge.memory import allocate, tensor_bytes
+from transport import (
+    CborValue,
+    ConnectionClosed,
+    DeadlineExceeded,
+    PeerLost,
+    Stream,
+    StreamReset,
+)
+
+__all__ = [
+    "BROKEN",
+    "INTERRUPTED",
+    "Landing",
+    "Meter",
+    "MoveLimits",
+    "Progress",
+    "ProgressCallback",
+    "deadline",
+    "persist",
+    "receive_message",
+]
+
+T = TypeVar("T")
+
+PATIENCE = 4.0
+"""Seconds after a link broke, without a byte landing, until a move is given up. Longer than the
+liveness bound, within which the other side may still believe in the link."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between two tries; doubled from the one to the other."""
+
+BROKEN = (StreamReset, PeerLost, ConnectionClosed)
+"""How a link breaks under a move, as opposed to a peer that refuses it."""
+
+INTERRUPTED = (PeerLost, ConnectionClosed, DeadlineExceeded)
+"""How a move ends that its other side may want to take up again. Any other error of the stream says
+that it has given up, or that there is nothing to go on with."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoveLimits:
+    """Times, in seconds, that a node allows moves.
+
+    Attributes:
+        stall: for 256 KiB of progress; beyond, the move fails.
+        resume: for an interrupted arrival to be taken up again before its memory is given back.
+        total: for one stream of a move, however fast it goes.
+        linger: for a peer without connection to come back before its tensors are deleted.
+    """
+
+    stall: float = 30.0
+    resume: float = 30.0
+    total: float = 3600.0
+    linger: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a move is.
+
+    Attributes:
+        moved: bytes that have left here, or have arrived, those before an interruption included.
+        total: bytes in all.
+        seconds: time since the move began.
+    """
+
+    moved: int
+    total: int
+    seconds: float
+
+
+ProgressCallback = Callable[[Progress], object]
+"""Called from the event loop after each part of a move; must not block."""
+
+
+class Meter:
+    """Counts a move's bytes over all its tries, and reports them."""
+
+    def __init__(self, total: int, report: ProgressCallback | None) -> None:
+        self.landed = 0
+        """Bytes known to have arrived."""
+        self._moved = 0
+        self._total = total
+        self._report = report
+        self._began = anyio.current_time()
+
+    def resume(self, offset: int) -> None:
+        """Go on from `offset`, which the receiver has named."""
+        self.landed = self._moved = offset
+
+    def sent(self, nbytes: int) -> None:
+        """Count bytes that have left, and may or may not arrive."""
+        self._moved += nbytes
+        self._tell()
+
+    def arrived(self, moved: int) -> None:
+        """Set how many bytes in all have arrived."""
+        self.landed = self._moved = moved
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._report is not None:
+            seconds = anyio.current_time() - self._began
+            self._report(Progress(self._moved, self._total, seconds))
+
+
+class Landing:
+    """Memory that a tensor's bytes land in, allocated once, and how many of them have.
+
+    Attributes:
+        meta: what lands.
+        tensor: where; its content is meaningless until the last byte.
+        moved: bytes that have landed, from the start and without a gap.
+        version: the source's version that they are of, None before the first try.
+    """
+
+    def __init__(self, meta: TensorMeta, moved: Callable[[int], object] | None = None) -> None:
+        self.meta = meta
+        self.tensor = allocate(meta)
+        self.moved = 0
+        self.version: int | None = None
+        self._room = tensor_bytes(self.tensor)
+        self._tell = moved
+
+    @property
+    def room(self) -> memoryview:
+        """The bytes that are still to come."""
+        return self._room[self.moved :]
+
+    def advance(self, nbytes: int) -> None:
+        """Count `nbytes` more as landed."""
+        self.moved += nbytes
+        if self._tell is not None:
+            self._tell(self.moved)
+
+
+@contextlib.contextmanager
+def deadline(
+    seconds: float, what: str, *, peer: object, stage: str | None = None, why: str
+) -> Iterator[None]:
+    """Raise `DeadlineExceeded` if the block takes longer than `seconds`."""
+    with anyio.move_on_after(seconds) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise DeadlineExceeded(what, peer=peer, stage=stage, after=seconds, why=why)
+
+
+async def persist(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    landed: Callable[[], int],
+    aftermath: tuple[type[MeshError], ...] = (),
+    resumable: Callable[[], bool] = lambda: True,
+) -> T:
+    """Run `attempt` until it returns, as often as the link breaks, as long as bytes land.
+
+    Args:
+        attempt: takes the move up where it is.
+        landed: how many bytes have landed so far.
+        aftermath: errors that count as a broken link too once the link has broken: what the other
+            side may answer until it has noticed.
+        resumable: whether there is a way to the other side, asked after each break.
+
+    Raises:
+        MeshError: what the last try raised, if it was no broken link, or if nothing has landed for
+            `PATIENCE` since the link broke.
+    """
+    quiet_since: float | None = None
+    pause = FIRST_PAUSE
+    while True:
+        before = landed()
+        try:
+            return await attempt()
+        except MeshError as error:
+            broken = BROKEN if quiet_since is None else BROKEN + aftermath
+            if not isinstance(error, broken) or not resumable():
+                raise
+            now = anyio.current_time()
+            if quiet_since is None or landed() > before:
+                quiet_since, pause = now, FIRST_PAUSE
+            elif now - quiet_since > PATIENCE:
+                raise
+        await anyio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+async def receive_message(stream: Stream) -> CborValue:
+    """Return the next message of `stream`, where one must come.
+
+    Raises:
+        StreamReset: the other side ended the stream instead.
+    """
+    try:
+        return await stream.receive_message()
+    except anyio.EndOfStream:
+        raise StreamReset(
+            "move of a tensor", peer=stream.peer, why="the other side ended the stream early"
+        ) from None

@@ -1,0 +1,50 @@
+"""The receiving side of a read: of a client that gets a tensor, of a node that fetches one."""
+
+from __future__ import annotations
+
+from tensor_bridge.errors import TensorChanged
+from tensor_bridge.lanes import choose_lane
+from tensor_bridge.moves import Landing, receive_message
+from tensor_bridge.serve_read import ReadService
+from tensor_bridge.wire import ReadAccepted, ReadOpen, Received, Sent
+from transport import Connection
+
+__all__ = ["read_into"]
+
+
+async def read_into(
+    landing: Landing,
+    connection: Connection,
+    *,
+    object_id: str | None = None,
+    token: bytes | None = None,
+    stall_seconds: float,
+) -> None:
+    """Read what is still missing in `landing` from the peer of `connection`, and acknowledge it.
+
+    Raises:
+        TensorChanged: the tensor at the peer is not, or no longer, what has landed so far.
+        MeshError: the peer refused, or the link broke; in the latter case it can be called again.
+    """
+    order = ReadOpen(object_id, token, landing.moved, landing.version)
+    stream = await connection.open_stream(ReadService.name, order.encode())
+    async with stream:
+        accepted = ReadAccepted.decode(await stream.reply())
+        if accepted.meta != landing.meta:
+            raise _changed("it has another type, shape or layout than announced", connection)
+        landing.version = accepted.version
+        await choose_lane(stream, stall_seconds=stall_seconds).receive(
+            landing.room, landing.advance
+        )
+        if Sent.decode(await receive_message(stream)).version != accepted.version:
+            raise _changed("it was written to while it was read", connection)
+        await stream.send_message(Received(landing.meta.nbytes).encode())
+
+
+def _changed(why: str, connection: Connection) -> TensorChanged:
+    return TensorChanged(
+        "read of a tensor",
+        peer=connection.peer,
+        why=why,
+        fix="Let nobody write to it until the move is over, or move a copy.",
+    )

@@ -1,0 +1,44 @@
+"""The service to which a peer puts a tensor: room first, then bytes, then an object."""
+
+from __future__ import annotations
+
+from tensor_bridge.arrivals import Arrivals
+from tensor_bridge.lanes import choose_lane
+from tensor_bridge.moves import MoveLimits, deadline, receive_message
+from tensor_bridge.wire import PutAccepted, PutOpen, Sent, Stored
+from transport import Incoming
+
+__all__ = ["PutService"]
+
+
+class PutService:
+    """Serves ``tensor.put``: `PutOpen` in, `PutAccepted` out, bytes and `Sent` in, `Stored` out."""
+
+    name = "tensor.put"
+    scope = "tensor:put"
+
+    def __init__(self, arrivals: Arrivals, limits: MoveLimits) -> None:
+        self._arrivals = arrivals
+        self._limits = limits
+
+    async def serve(self, incoming: Incoming) -> None:
+        """Take one tensor; it becomes the peer's own.
+
+        Raises:
+            QuotaExceeded: before anything is allocated.
+            DeadlineExceeded: too slow; what has landed waits a while to be taken up again.
+        """
+        order = PutOpen.decode(incoming.value)
+        owner, stream = incoming.peer.node_id, incoming.stream
+        async with self._arrivals.hold(
+            owner, order.upload, order.meta, name=order.name, quotas=incoming.grant.quotas
+        ) as arrival:
+            with deadline(
+                self._limits.total, "put of a tensor", peer=incoming.peer, why="it is too slow"
+            ):
+                await stream.send_reply(PutAccepted(arrival.moved).encode())
+                if arrival.landing is not None:
+                    lane = choose_lane(stream, stall_seconds=self._limits.stall)
+                    await lane.receive(arrival.landing.room, arrival.landing.advance)
+                Sent.decode(await receive_message(stream))
+            await stream.send_message(Stored.of(arrival.keep()).encode())

@@ -1,0 +1,168 @@
+"""The serving side: everything that peers may ask of a node's tensors, under one roof."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+import anyio
+import anyio.abc
+
+from auth import Authorizer, MintRequest, NodeId, TokenBook, decide
+from tensor_bridge.arrivals import Arrivals
+from tensor_bridge.moves import MoveLimits
+from tensor_bridge.serve_create import CREATE_CALL, serve_create
+from tensor_bridge.serve_fetch import FetchService
+from tensor_bridge.serve_put import PutService
+from tensor_bridge.serve_read import READ, ReadService
+from tensor_bridge.store import TensorStore
+from tensor_bridge.wire import PAGE, ListCall, Listed, Listing, MintCall, Minted, ObjectCall
+from transport import CborValue, Endpoint, EndpointEvent, Incoming, PeerJoined, PeerLeft
+
+__all__ = ["DELETE_CALL", "INFO_CALL", "LIST_CALL", "MINT_CALL", "TensorService"]
+
+MINT_CALL = "tensor.mint"
+DELETE_CALL = "tensor.delete"
+LIST_CALL = "tensor.list"
+INFO_CALL = "tensor.info"
+
+SWEEP_SECONDS = 1.0
+"""Between two looks for what has expired. Deadlines are of tens of seconds."""
+
+
+class TensorService:
+    """Offers a store's tensors on an endpoint: put, read, fetch, and the calls around them.
+
+    Constructing it registers the services; while it is entered as an async context manager, what
+    expires is also cleared away: tokens, interrupted arrivals, and the tensors and tokens of peers
+    that have left and not come back within ``limits.linger``.
+
+    Args:
+        endpoint: where peers come in.
+        store: the tensors.
+        tokens: the book of tokens minted here.
+        authorizer: asked before a token is minted and before anything is fetched.
+        limits: how long things may take.
+        clock: monotonic time in seconds, the same as the token book's.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        store: TensorStore,
+        tokens: TokenBook,
+        authorizer: Authorizer,
+        *,
+        limits: MoveLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self.tokens = tokens
+        self.limits = limits or MoveLimits()
+        self.arrivals = Arrivals(store, resume_seconds=self.limits.resume, clock=clock)
+        self._endpoint = endpoint
+        self._authorizer = authorizer
+        self._clock = clock
+        self._left_at: dict[NodeId, float] = {}
+        for service in (
+            PutService(self.arrivals, self.limits),
+            ReadService(store, tokens, self.limits),
+            FetchService(endpoint, self.arrivals, authorizer, self.limits),
+        ):
+            endpoint.register_service(service.name, service.serve, scope=service.scope)
+        endpoint.register_call(MINT_CALL, self._mint, scope=MintRequest.scope)
+        endpoint.register_call(CREATE_CALL, partial(serve_create, store), scope="tensor:put")
+        endpoint.register_call(DELETE_CALL, self._delete, scope="tensor:delete")
+        endpoint.register_call(LIST_CALL, self._list, scope="tensor:list")
+        endpoint.register_call(INFO_CALL, self._info, scope="tensor:list")
+        endpoint.subscribe(self._observe)
+
+    async def __aenter__(self) -> TensorService:
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._keep_sweeping)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.arrivals.close()
+        self._tasks.cancel_scope.cancel()
+        # The block's own error passes by the task group, which would wrap it in an ExceptionGroup.
+        await self._tasks.__aexit__(None, None, None)
+
+    def sweep(self) -> None:
+        """Clear away what has expired by now."""
+        now = self._clock()
+        self.tokens.expire(now)
+        self.arrivals.expire(now)
+        # Who has live tokens may be waiting elsewhere for the end of a copy from here.
+        busy = self.tokens.counts().live_by_peer
+        for peer, left_at in tuple(self._left_at.items()):
+            if now - left_at >= self.limits.linger and peer not in busy:
+                self.forget(peer)
+
+    def forget(self, owner: NodeId) -> None:
+        """Let go of everything that belongs to `owner`: tensors, arrivals, tokens."""
+        self._left_at.pop(owner, None)
+        self.tokens.revoke(owner=owner)
+        self.arrivals.drop_owner(owner)
+        self.store.delete_owner(owner)
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            await anyio.sleep(SWEEP_SECONDS)
+            self.sweep()
+
+    def _observe(self, event: EndpointEvent) -> None:
+        if isinstance(event, PeerJoined):
+            self._left_at.pop(event.connection.peer.node_id, None)
+        elif isinstance(event, PeerLeft):
+            peer = event.connection.peer.node_id
+            if self._endpoint.connection(peer) is None:
+                self._left_at[peer] = self._clock()
+
+    async def _mint(self, incoming: Incoming) -> CborValue:
+        call, peer = MintCall.decode(incoming.value), incoming.peer
+        stored = self.store.owned(call.object_id, peer.node_id)
+        request = MintRequest(
+            peer, incoming.grant, READ, stored.object_id, stored.meta.nbytes, call.audience
+        )
+        timeout = self._endpoint.config.authorizer_timeout
+        await decide(self._authorizer, request, timeout=timeout)
+        capability = self.tokens.mint(
+            issuer=self._endpoint.node_id,
+            audience=call.audience,
+            action=READ,
+            object_id=stored.object_id,
+            version=stored.version,
+            meta_digest=stored.meta.digest(),
+            nbytes=stored.meta.nbytes,
+            session=incoming.connection.remote_boot.hex(),
+            owner=peer.node_id,
+        )
+        return Minted(capability.encode(), stored.meta, self._endpoint.addresses).encode()
+
+    async def _delete(self, incoming: Incoming) -> CborValue:
+        call = ObjectCall.decode(incoming.value)
+        stored = self.store.owned(call.object_id, incoming.peer.node_id)
+        self.store.delete(stored.object_id)
+        self.tokens.revoke(object_id=stored.object_id)
+        return None
+
+    async def _info(self, incoming: Incoming) -> CborValue:
+        call = ObjectCall.decode(incoming.value)
+        return Listed.of(self.store.owned(call.object_id, incoming.peer.node_id)).encode()
+
+    async def _list(self, incoming: Incoming) -> CborValue:
+        after = ListCall.decode(incoming.value).after or ""
+        owned = self.store.by_owner(incoming.peer.node_id)
+        rest = sorted(
+            (stored for stored in owned if stored.object_id > after), key=lambda it: it.object_id
+        )
+        return Listing(tuple(map(Listed.of, rest[:PAGE])), more=len(rest) > PAGE).encode()

@@ -1,0 +1,124 @@
+"""Nodes with tensors in one process, over real sockets on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+import anyio
+import torch
+from anyio.abc import TaskStatus
+
+from auth import Authorizer, SecretKey, TokenBook, TokenLimits, allow_any
+from tensor_bridge import (
+    MoveLimits,
+    StoreLimits,
+    TensorClient,
+    TensorRef,
+    TensorService,
+    TensorStore,
+)
+from tensor_bridge.wire import ReadOpen
+from transport import Connection, Endpoint, EndpointConfig, PeerAddress, Stream
+
+__all__ = ["Node", "eventually", "node", "together"]
+
+
+@dataclasses.dataclass
+class Node:
+    """One node: its endpoint, its tensors, its tokens."""
+
+    endpoint: Endpoint
+    store: TensorStore
+    tokens: TokenBook
+    service: TensorService
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.endpoint.node_id, (("127.0.0.1", self.endpoint.port),))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of a move is left, objects aside."""
+        held = sum(self.store._charges.values())
+        return (
+            len(self.service.arrivals) == 0
+            and self.tokens.counts().live == 0
+            and self.store.used() == (held, len(self.store))
+            and all(connection.info.streams == 0 for connection in self.endpoint.connections)
+        )
+
+    def fall_silent(self) -> None:
+        """Send nothing any more, as a host that was unplugged."""
+        self.endpoint._driver._send = lambda data, address: None  # type: ignore[method-assign]
+
+    async def connection(self, peer: Node) -> Connection:
+        return await self.endpoint.connect(peer.address)
+
+    async def read(
+        self, peer: Node, *, token: bytes | None = None, object_id: str | None = None, **more: int
+    ) -> Stream:
+        """Open a read at `peer` by hand, to break off wherever a test wants to."""
+        connection = await self.connection(peer)
+        order = ReadOpen(object_id, token, **more)
+        return await connection.open_stream("tensor.read", order.encode())
+
+    def has(self, peer: Node, tensor: torch.Tensor) -> TensorRef:
+        """Have `tensor` at `peer` as this node's own, without the way there."""
+        stored = peer.store.put(tensor, owner=self.endpoint.node_id)
+        return TensorRef(
+            peer.endpoint.node_id, stored.object_id, stored.version, stored.meta, stored.name
+        )
+
+    async def client(self, peer: Node, *, reconnect: bool = False) -> TensorClient:
+        async def dial() -> Connection:
+            return await self.connection(peer)
+
+        return TensorClient(await dial(), reconnect=dial if reconnect else None)
+
+
+@contextlib.asynccontextmanager
+async def node(
+    *,
+    authorizer: Authorizer | None = None,
+    store: StoreLimits | None = None,
+    tokens: TokenLimits | None = None,
+    moves: MoveLimits | None = None,
+) -> AsyncIterator[Node]:
+    """A node that lives for the block."""
+    authorizer = authorizer or allow_any()
+    config = EndpointConfig(bind="127.0.0.1:0", linger=0.5, liveness=1.0)
+    async with AsyncExitStack() as stack:
+        endpoint = await stack.enter_async_context(
+            Endpoint(SecretKey.generate(), authorizer, config)
+        )
+        own_store, book = TensorStore(store), TokenBook(tokens)
+        service = TensorService(endpoint, own_store, book, authorizer, limits=moves)
+        await stack.enter_async_context(service)
+        yield Node(endpoint, own_store, book, service)
+
+
+@contextlib.asynccontextmanager
+async def together(*nodes: AbstractAsyncContextManager[Node]) -> AsyncIterator[tuple[Node, ...]]:
+    """Nodes that live for the block, each in a task of its own, so that they leave together."""
+    over = anyio.Event()
+
+    async def live(
+        each: AbstractAsyncContextManager[Node], *, task_status: TaskStatus[Node]
+    ) -> None:
+        async with each as up:
+            task_status.started(up)
+            await over.wait()
+
+    async with anyio.create_task_group() as tasks:
+        yield tuple([await tasks.start(live, each) for each in nodes])
+        over.set()
+
+
+async def eventually(condition, seconds: float = 5.0) -> None:  # type: ignore[no-untyped-def]
+    """Wait until `condition()` holds, for as long as news takes to cross the loopback."""
+    with anyio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110 - the state of a node, which tells nobody
+            await anyio.sleep(0.01)

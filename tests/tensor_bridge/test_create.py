@@ -1,0 +1,74 @@
+"""Tensors made at the peer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from auth import SecretKey, allow_any
+from tensor_bridge import (
+    QuotaExceeded,
+    StoreLimits,
+    TensorClient,
+    TensorService,
+    TensorStore,
+    UnsupportedTensor,
+)
+from tensor_bridge.serve_create import FILLS, CreateCall, dense_meta
+from transport import Endpoint, EndpointConfig, PeerAddress, ProtocolError
+
+CONFIG = EndpointConfig(bind="127.0.0.1:0")
+
+
+@pytest.fixture
+async def client(anyio_backend):
+    from auth import TokenBook, TokenLimits
+
+    store = TensorStore(StoreLimits(max_bytes=1 << 20))
+    async with (
+        Endpoint(SecretKey.generate(), allow_any(), CONFIG) as server,
+        TensorService(server, store, TokenBook(TokenLimits()), server.authorizer),
+        Endpoint(SecretKey.generate(), allow_any(), CONFIG) as dialer,
+    ):
+        yield TensorClient(await dialer.connect(PeerAddress(server.node_id, server.addresses)))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fill", FILLS)
+async def test_content_is_that_of_the_torch_factory(client, fill):
+    ref = await client.create(fill, (3, 4), seed=5)
+    expected = {
+        "zeros": torch.zeros(3, 4),
+        "ones": torch.ones(3, 4),
+        "rand": torch.rand(3, 4, generator=torch.Generator().manual_seed(5)),
+        "randn": torch.randn(3, 4, generator=torch.Generator().manual_seed(5)),
+        "arange": torch.arange(12.0).reshape(3, 4),
+    }[fill]
+    assert torch.equal(await client.get(ref), expected)
+
+
+@pytest.mark.anyio
+async def test_types_shapes_and_names_are_kept(client):
+    ref = await client.create("ones", (), dtype=torch.bool, name="flag")
+    assert (await client.get(ref)).equal(torch.tensor(True))
+    assert (await client.info(ref.object_id)).name == "flag"
+    empty = await client.create("randn", (0, 3), dtype=torch.bfloat16)
+    assert (await client.get(empty)).shape == (0, 3)
+
+
+@pytest.mark.anyio
+async def test_refusals_leave_no_room_taken(client):
+    with pytest.raises(UnsupportedTensor, match="randn"):
+        await client.create("randn", (4,), dtype=torch.int64)
+    with pytest.raises(QuotaExceeded):
+        await client.create("zeros", (1 << 40,))
+    with pytest.raises(ProtocolError, match="fill"):
+        await client.create("from_file", (4,))
+    assert await client.list() == ()
+    await client.create("zeros", (1 << 20,), dtype=torch.uint8)  # all the room there is
+
+
+def test_sizes_that_overflow_are_refused():
+    call = CreateCall("zeros", dense_meta(torch.float64, (1 << 40, 1 << 40))).encode()
+    with pytest.raises(ProtocolError, match="bytes"):
+        CreateCall.decode(call)
