@@ -1,0 +1,469 @@
+"""The same node for threads: scripts, trainers, notebooks.
+
+The names are those of `mesh.Node`, `mesh.Peer` and `mesh.TensorRef`, without ``await``::
+
+    with mesh.blocking.Node.client(ticket) as node:
+        ref = node.connect(ticket).put(tensor)
+
+Each node has an event loop of its own in a thread of its own, so that it works as well where a loop
+runs already, as in Jupyter, and may be used by many threads at once. Ctrl+C cancels the operation
+that is waited for. A program that ends without `Node.close` leaves cleanly and soon all the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+from auth import DEFAULT_SCOPES, Authorizer, Invite, NodeId, SecretKey, SocketAddress, Ticket
+from mesh import node as async_node
+from mesh import peer as async_peer
+from mesh.errors import NodeError
+from mesh.home import INVITE_LIFETIME, Home
+from mesh.peer import MOVE_TIMEOUT
+from mesh.status import PeerStatus
+from transport import CborValue, Endpoint, EndpointConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from tensor_bridge import ProgressCallback
+
+__all__ = ["Node", "Peer", "TensorRef"]
+
+EXIT_SECONDS = 2.0
+"""How long an interpreter that ends waits for peers to be told, over all nodes left open."""
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger("quicmesh.mesh")
+
+
+class Node:
+    """A node in a thread of its own. Made by a preset, opened by ``with`` or `open`."""
+
+    def __init__(self, node: async_node.Node, *, backend: str = "asyncio") -> None:
+        self._node = node
+        self._loop = _LoopThread(backend)
+
+    @classmethod
+    def peer(
+        cls,
+        home: Home | str | os.PathLike[str] | None = None,
+        *,
+        config: EndpointConfig | None = None,
+    ) -> Self:
+        """A machine's node; see `mesh.Node.peer`."""
+        return cls(async_node.Node.peer(home, config=config))
+
+    @classmethod
+    def client(
+        cls,
+        *tickets: Ticket | str,
+        home: Home | str | os.PathLike[str] | None = None,
+        key: SecretKey | None = None,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        config: EndpointConfig | None = None,
+    ) -> Self:
+        """A program's node; see `mesh.Node.client`."""
+        return cls(
+            async_node.Node.client(*tickets, home=home, key=key, scopes=scopes, config=config)
+        )
+
+    @classmethod
+    def worker(
+        cls,
+        home: Home | str | os.PathLike[str] | None = None,
+        *,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        config: EndpointConfig | None = None,
+    ) -> Self:
+        """A program that peers dial as well; see `mesh.Node.worker`."""
+        return cls(async_node.Node.worker(home, scopes=scopes, config=config))
+
+    @classmethod
+    def embedded(
+        cls,
+        *,
+        key: SecretKey,
+        authorizer: Authorizer,
+        config: EndpointConfig | None = None,
+        tensors: bool = True,
+    ) -> Self:
+        """An application's node; see `mesh.Node.embedded`."""
+        return cls(
+            async_node.Node.embedded(key=key, authorizer=authorizer, config=config, tensors=tensors)
+        )
+
+    def open(self) -> Self:
+        """Open the node; `close` must follow, and does at the latest when the interpreter ends.
+
+        Raises:
+            MeshError: as on entering a `mesh.Node`.
+        """
+        self._loop.open(self._node)
+        return self
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close every connection with the reason "left", then end the thread. May be repeated.
+
+        Args:
+            timeout: seconds after which what is left is cut off; by default as long as the
+                endpoint's ``linger`` allows.
+        """
+        self._loop.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def node(self) -> async_node.Node:
+        """The node itself, for async functions that `run` is given."""
+        return self._node
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The node's endpoint, to be used in the node's own loop only; see `portal`.
+
+        Raises:
+            NodeError: the node is not open.
+        """
+        return self._node.endpoint
+
+    @property
+    def portal(self) -> BlockingPortal:
+        """The way into the node's loop for other threads, where `run` is too narrow.
+
+        Raises:
+            NodeError: the node is not open, or belongs to the process this one was forked from.
+        """
+        return self._loop.portal
+
+    @property
+    def node_id(self) -> NodeId:
+        """Who this node is."""
+        return self._node.node_id
+
+    @property
+    def addresses(self) -> tuple[SocketAddress, ...]:
+        """Where others may reach this node."""
+        return self._node.addresses
+
+    def ticket(self, invite: Invite | None = None) -> Ticket:
+        """Return how to reach this node; see `mesh.Node.ticket`."""
+        return self._node.ticket(invite)
+
+    def invite(
+        self,
+        petname: str | None = None,
+        *,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        lifetime: float = INVITE_LIFETIME,
+    ) -> Ticket:
+        """Return a ticket that lets one newcomer in, once; see `mesh.Node.invite`."""
+        return self._node.invite(petname, scopes=scopes, lifetime=lifetime)
+
+    def label(self, node_id: NodeId) -> str:
+        """Return the name of a peer for messages."""
+        return self._node.label(node_id)
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Return every peer that is known or connected; see `mesh.Node.peers`."""
+
+        async def peers() -> tuple[PeerStatus, ...]:
+            return self._node.peers()
+
+        return self.run(peers)
+
+    def connect(self, target: Ticket | NodeId | str, *, timeout: float | None = None) -> Peer:
+        """Connect to a peer; see `mesh.Node.connect`."""
+        return Peer(self, self.run(partial(self._node.connect, target, timeout=timeout)))
+
+    def run(self, function: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Run an async function in the node's loop and return its result.
+
+        That is also how to register handlers: they run in this loop, and must not block it.
+
+        Raises:
+            NodeError: the node is not open, or belongs to the process this one was forked from, or
+                the caller runs in the node's own loop.
+        """
+        return self._loop.run(function)
+
+
+class Peer:
+    """One other node; see `mesh.Peer`."""
+
+    def __init__(self, node: Node, peer: async_peer.Peer) -> None:
+        self._node = node
+        self._peer = peer
+
+    def __repr__(self) -> str:
+        return f"<mesh.blocking.Peer {self.label}>"
+
+    @property
+    def node_id(self) -> NodeId:
+        """Who the peer is."""
+        return self._peer.node_id
+
+    @property
+    def label(self) -> str:
+        """The name for messages."""
+        return self._peer.label
+
+    def ping(self, *, timeout: float = 3.0) -> float:
+        """Return the round trip in seconds; see `mesh.Peer.ping`."""
+        return self._node.run(partial(self._peer.ping, timeout=timeout))
+
+    def info(self, *, timeout: float = 10.0) -> dict[str, CborValue]:
+        """Return what the peer says of itself; see `mesh.Peer.info`."""
+        return self._node.run(partial(self._peer.info, timeout=timeout))
+
+    def put(
+        self,
+        tensor: torch.Tensor,
+        name: str | None = None,
+        *,
+        timeout: float = MOVE_TIMEOUT,
+        progress: ProgressCallback | None = None,
+    ) -> TensorRef:
+        """Copy a tensor into the peer's memory; see `mesh.Peer.put`."""
+        put = partial(self._peer.put, tensor, name, timeout=timeout, progress=progress)
+        return TensorRef(self._node, self, self._node.run(put))
+
+    def create(
+        self,
+        fill: str,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        name: str | None = None,
+        timeout: float = MOVE_TIMEOUT,
+    ) -> TensorRef:
+        """Have the peer make a tensor in its own memory; see `mesh.Peer.create`."""
+        create = partial(
+            self._peer.create, fill, shape, dtype=dtype, seed=seed, name=name, timeout=timeout
+        )
+        return TensorRef(self._node, self, self._node.run(create))
+
+    def close(self) -> None:
+        """Close the connection; see `mesh.Peer.close`."""
+        self._node.run(self._peer.close)
+
+
+class TensorRef:
+    """A tensor in a peer's memory; see `mesh.TensorRef`."""
+
+    def __init__(self, node: Node, peer: Peer, ref: async_peer.TensorRef) -> None:
+        self._node = node
+        self._ref = ref
+        self.peer = peer
+
+    def __repr__(self) -> str:
+        return f"<mesh.blocking.TensorRef at {self.peer.label}>"
+
+    def get(
+        self, *, timeout: float = MOVE_TIMEOUT, progress: ProgressCallback | None = None
+    ) -> torch.Tensor:
+        """Fetch a copy of the tensor; see `mesh.TensorRef.get`."""
+        return self._node.run(partial(self._ref.get, timeout=timeout, progress=progress))
+
+    def copy_to(
+        self,
+        target: Peer,
+        *,
+        timeout: float = MOVE_TIMEOUT,
+        progress: ProgressCallback | None = None,
+    ) -> TensorRef:
+        """Let `target` fetch the tensor from where it lies; see `mesh.TensorRef.copy_to`."""
+        copy = partial(self._ref.copy_to, target._peer, timeout=timeout, progress=progress)
+        return TensorRef(self._node, target, self._node.run(copy))
+
+    def delete(self, *, timeout: float = 30.0) -> None:
+        """Free the tensor; see `mesh.TensorRef.delete`."""
+        self._node.run(partial(self._ref.delete, timeout=timeout))
+
+
+class _LoopThread:
+    """An event loop in a thread, which holds one node open.
+
+    It is a daemon thread: the interpreter joins all others before it runs exit handlers, and one
+    that waits for its node to be closed would never end.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._portal: BlockingPortal | None = None
+        self._thread: threading.Thread | None = None
+        self._leave: anyio.Event | None = None
+        self._held: Future[None] | None = None
+
+    def open(self, node: async_node.Node) -> None:
+        with self._lock:
+            if self._thread is not None:
+                raise NodeError(
+                    "opening of a node", why="it was opened before", fix="Make a new one."
+                )
+            started: Future[BlockingPortal] = Future()
+            self._thread = threading.Thread(
+                target=anyio.run,
+                args=(_serve, started),
+                kwargs={"backend": self._backend},
+                name=f"mesh-{node.node_id.short}",
+                daemon=True,
+            )
+            self._thread.start()
+            portal = self._portal = started.result()
+            opened: Future[anyio.Event] = Future()
+            self._held = portal.start_task_soon(_hold, node, opened)
+            _open_loops.add(self)
+        try:
+            self._held.add_done_callback(lambda held: _pass_failure(held, opened))
+            self._leave = opened.result()
+        except BaseException:
+            self._held.cancel()
+            with contextlib.suppress(BaseException):
+                self.close(None)
+            raise
+
+    @property
+    def portal(self) -> BlockingPortal:
+        if os.getpid() != self._process:
+            raise NodeError(
+                "use of a node",
+                why=f"it belongs to process {self._process}, from which this one was forked",
+                fix="Open a node of its own in each process, or start processes with 'spawn'.",
+            )
+        if self._portal is None:
+            raise NodeError("use of a node", why="it is not open", fix="Open it: with node: ...")
+        return self._portal
+
+    def run(self, function: Callable[[], Awaitable[_Result]]) -> _Result:
+        portal = self.portal
+        if self._thread is threading.current_thread():
+            raise NodeError(
+                "use of a node",
+                why="a blocking call in the node's own event loop would wait for itself",
+                fix="Use the async node there: node.node",
+            )
+        call = _Call(function)
+        try:
+            return portal.start_task_soon(call.make).result()
+        except CancelledError:
+            raise NodeError("use of a node", why="it was closed meanwhile") from None
+        except KeyboardInterrupt:
+            call.abandon(portal)
+            raise
+
+    def close(self, timeout: float | None) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has not this thread
+        with self._lock:
+            portal, thread, held = self._portal, self._thread, self._held
+            self._portal = None
+            _open_loops.discard(self)
+            if portal is None or thread is None or held is None:
+                return
+            if self._leave is not None:
+                portal.start_task_soon(_set, self._leave)
+            try:
+                held.result(timeout)
+            except (FutureTimeout, CancelledError):
+                held.cancel()
+            finally:
+                portal.start_task_soon(portal.stop, True)
+                thread.join(timeout)
+
+
+class _Call(Generic[_Result]):
+    """One call into the loop, which can be abandoned at any moment of it.
+
+    An interrupt may come before the portal has handed over its future, so that this can't be left
+    to the future.
+    """
+
+    def __init__(self, function: Callable[[], Awaitable[_Result]]) -> None:
+        self._function = function
+        self._scope: anyio.CancelScope | None = None
+        self._abandoned = False
+
+    async def make(self) -> _Result:
+        with anyio.CancelScope() as scope:
+            self._scope = scope
+            if self._abandoned:
+                scope.cancel()
+            return await self._function()
+        raise CancelledError
+
+    def abandon(self, portal: BlockingPortal) -> None:
+        self._abandoned = True
+        if self._scope is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is over, and the call with it
+                portal.start_task_soon(_cancel, self._scope)
+
+
+async def _cancel(scope: anyio.CancelScope) -> None:
+    scope.cancel()
+
+
+async def _serve(started: Future[BlockingPortal]) -> None:
+    async with BlockingPortal() as portal:
+        started.set_result(portal)
+        await portal.sleep_until_stopped()
+
+
+async def _hold(node: async_node.Node, opened: Future[anyio.Event]) -> None:
+    async with node:
+        leave = anyio.Event()
+        opened.set_result(leave)
+        await leave.wait()
+
+
+async def _set(event: anyio.Event) -> None:
+    event.set()
+
+
+def _pass_failure(held: Future[None], opened: Future[anyio.Event]) -> None:
+    """Let who waits for the node to open see that it did not."""
+    if not opened.done():
+        opened.set_exception(
+            CancelledError() if held.cancelled() else held.exception() or CancelledError()
+        )
+
+
+_open_loops: weakref.WeakSet[_LoopThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for loop in list(_open_loops):
+        try:
+            loop.close(max(0.0, deadline - time.monotonic()))
+        except Exception:
+            _log.exception("a node that was left open failed to close")

@@ -1,0 +1,83 @@
+"""The command's frame: global options, subcommands, and what errors turn into.
+
+0 done, 1 failure, 2 usage, 3 unreachable, 4 refused, 5 timeout, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from auth import MeshError
+from mesh.cli import identity, peers, running
+from mesh.cli.signals import INTERRUPTED
+from mesh.home import ENVIRONMENT, Home
+from mesh.version import version
+
+__all__ = ["app", "main"]
+
+
+class _Group(TyperGroup):
+    """Subcommands whose errors end in one clear message and the exit code of their class."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MeshError as error:
+            print(f"mesh: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="mesh",
+    help="A peer-to-peer compute mesh for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(version())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            "--home",
+            envvar=ENVIRONMENT,
+            metavar="DIR",
+            help="State directory: key, authorized keys, known peers.",
+            show_default=False,
+        ),
+    ] = None,
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_show_version
+        ),
+    ] = False,
+) -> None:
+    context.obj = Home(home)
+
+
+for _commands in (identity, running, peers):
+    _commands.add_to(app)
+
+
+def main() -> None:
+    """Run the command with the arguments of the process, and exit with its code."""
+    app(prog_name="mesh")

@@ -1,0 +1,168 @@
+"""Who this machine is and whom it lets in: ``init``, ``id``, ``allow``, ``deny``, ``invite``."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from auth import (
+    DEFAULT_SCOPES,
+    AuthorizedKeys,
+    IdentityError,
+    NodeId,
+    match_node,
+)
+from auth.grant import check_scopes
+from mesh.cli.output import JsonOption, json_out
+from mesh.errors import NotRunning
+from mesh.home import Home
+from mesh.peerbook import KnownPeer, check_free
+
+__all__ = ["add_to", "duration"]
+
+INVITE_LIFETIME = "1d"
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for command in (init, show, allow, deny, invite):
+        app.command("id" if command is show else command.__name__)(command)
+
+
+def init(context: typer.Context, json: JsonOption = False) -> None:
+    """Make this machine's key, unless it has one, and print its node id."""
+    home: Home = context.obj
+    fresh = not home.exists()
+    node_id = home.create().node_id
+    if json:
+        json_out({"node_id": str(node_id), "home": str(home.path), "created": fresh})
+        return
+    print(node_id)
+    if fresh:
+        print(f"\nNew key in {home.key_path}. Whoever has it is this machine: keep it.")
+        print("Next: mesh up")
+
+
+def show(context: typer.Context, json: JsonOption = False) -> None:
+    """Print this machine's node id."""
+    home: Home = context.obj
+    node_id = home.key().node_id
+    if json:
+        json_out({"node_id": str(node_id), "short": node_id.short, "home": str(home.path)})
+    else:
+        print(node_id)
+
+
+def allow(
+    context: typer.Context,
+    node: Annotated[str, typer.Argument(metavar="ID", help="The whole node id (`mesh id`).")],
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A petname.")] = None,
+    scopes: Annotated[str, typer.Option(help="What it may do, separated by commas.")] = ",".join(
+        DEFAULT_SCOPES
+    ),
+    expires: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="As in 12h or 30d; for ever if not given."),
+    ] = None,
+) -> None:
+    """Let a node in, by its key. A running daemon follows at once."""
+    home: Home = context.obj
+    machine = home.create().node_id
+    keys = home.authorized_keys(machine)
+    names = _names(home, keys)
+    node_id = _known_or_whole(node, names)
+    name = name or names.get(node_id)
+    until = None if expires is None else time.time() + duration(expires)
+    if name is not None:
+        check_free(name, node_id, names)
+        home.peers.remember(node_id, petname=name)
+    entry = keys.add(node_id, name, scopes=_scopes(scopes), expires=until)
+    print(f"{KnownPeer(node_id, name).label} may use this machine for {', '.join(entry.scopes)}")
+
+
+def deny(
+    context: typer.Context,
+    node: Annotated[str, typer.Argument(metavar="NAME|ID", help="Petname or node id.")],
+) -> None:
+    """Let a node in no longer, and forget it. A running daemon closes its connections."""
+    home: Home = context.obj
+    keys = home.authorized_keys(home.key().node_id)
+    names = _names(home, keys)
+    node_id = match_node(node, names)
+    label = KnownPeer(node_id, names[node_id]).label
+    removed = keys.remove(node_id)
+    home.peers.forget(node_id)
+    print(f"{label} may no longer use this machine" if removed else f"{label} is forgotten")
+
+
+def invite(
+    context: typer.Context,
+    petname: Annotated[
+        str | None, typer.Option("--for", metavar="NAME", help="What to call the newcomer.")
+    ] = None,
+    scopes: Annotated[
+        str, typer.Option(help="What the newcomer may do, separated by commas.")
+    ] = ",".join(DEFAULT_SCOPES),
+    expires: Annotated[
+        str, typer.Option(metavar="DURATION", help="How long it can be used, as in 12h.")
+    ] = INVITE_LIFETIME,
+    json: JsonOption = False,
+) -> None:
+    """Print a ticket that lets one machine or program in, once."""
+    home: Home = context.obj
+    home.key()  # without one there is nothing to run either
+    lifetime = duration(expires)
+    running = home.running()
+    if running is None:
+        raise NotRunning(
+            "making an invite",
+            why="no daemon runs here, so that there is no address to put into the ticket",
+            fix="Start one: mesh up",
+        )
+    chosen = _scopes(scopes)
+    ticket = home.invite(running.addresses, petname=petname, scopes=chosen, lifetime=lifetime)
+    if json:
+        until = datetime.datetime.fromtimestamp(time.time() + lifetime, datetime.UTC)
+        expires = until.isoformat(timespec="seconds")
+        json_out({"ticket": ticket.encode(), "scopes": list(chosen), "expires": expires})
+    else:
+        print(ticket.encode())
+
+
+def duration(text: str) -> float:
+    """Read ``90s``, ``15m``, ``12h`` or ``30d`` as seconds.
+
+    Raises:
+        typer.BadParameter: it is none of them, or nothing at all.
+    """
+    match = re.fullmatch(r"(\d{1,9})([smhd])", text.strip())
+    if match is None or int(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is no duration; one looks like 90s, 15m, 12h or 30d")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _scopes(text: str) -> tuple[str, ...]:
+    try:
+        return check_scopes(word.strip() for word in text.split(",") if word.strip())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _names(home: Home, keys: AuthorizedKeys) -> Mapping[NodeId, str | None]:
+    from mesh.directory import Directory  # with all of the transport behind it
+
+    return Directory(home.peers, keys).names()
+
+
+def _known_or_whole(text: str, names: Mapping[NodeId, str | None]) -> NodeId:
+    try:
+        return match_node(text, names)
+    except IdentityError:
+        return NodeId.parse(text)

@@ -1,0 +1,160 @@
+"""``mesh up``: the daemon in this process or in the background, and what it prints."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from ipaddress import ip_address
+
+import anyio
+
+from auth import ADMIN, MeshError, NodeId, SocketAddress, Ticket
+from mesh.cli.signals import INTERRUPTED, wait_for_signal
+from mesh.daemon import Daemon
+from mesh.errors import DeadlineExceeded, HomeError, Superseded
+from mesh.home import Home
+from mesh.node import Node
+from mesh.runfile import RunFile
+from mesh.tasks import helpers
+from transport import (
+    Connection,
+    EndpointConfig,
+    EndpointEvent,
+    PeerJoined,
+    PeerLeft,
+    PeerRefused,
+    format_address,
+)
+
+__all__ = ["LINGER", "in_background", "in_foreground"]
+
+LINGER = 1.0
+"""Seconds to deliver what was accepted when the daemon leaves: it is gone within 3, all told."""
+
+START_SECONDS = 30.0
+"""How long a daemon in the background may take to start; most of it is PyTorch."""
+
+_START_POLL = 0.05
+
+
+def in_foreground(home: Home, config: EndpointConfig) -> int:
+    """Run the daemon until a signal or ``mesh down``; return the exit code."""
+    # Made outside the loop: it imports torch.
+    return anyio.run(_serve, Daemon(home, config))
+
+
+def in_background(home: Home, config: EndpointConfig) -> int:
+    """Start the daemon as a process of its own and return once it can be reached."""
+    home.create()
+    command = [sys.executable, "-m", "mesh", "--home", str(home.path), "up", "--bind", config.bind]
+    for address in config.advertise:
+        command += ["--advertise", address]
+    home.log_path.touch(mode=0o600)
+    offset = home.log_path.stat().st_size
+    with home.log_path.open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - our own command with checked addresses
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while (running := home.running()) is None or running.pid != process.pid:
+        code = process.poll()
+        if code is not None:
+            sys.stderr.write(home.log_path.read_bytes()[offset:].decode(errors="replace"))
+            return code or 1
+        if time.monotonic() > deadline:
+            process.terminate()
+            raise DeadlineExceeded(
+                "starting the daemon", after=START_SECONDS, fix=f"Its log: {home.log_path}"
+            )
+        time.sleep(_START_POLL)
+    _print_banner(home, running)
+    print(f"\nProcess {running.pid} runs in the background and writes to {home.log_path}.")
+    print("Stop it: mesh down")
+    return 0
+
+
+async def _serve(daemon: Daemon) -> int:
+    code = 0
+
+    def interrupted(number: int) -> None:
+        nonlocal code
+        code = INTERRUPTED if number == signal.SIGINT else 0
+        daemon.stop()
+
+    node = daemon.node
+    async with helpers() as tasks:
+        tasks.start_soon(wait_for_signal, interrupted)
+        async with daemon.running(
+            observe=partial(_print_event, node), refused=partial(_print_refusal, node)
+        ):
+            running = RunFile.load(daemon.home.run_path)
+            if running is None:
+                raise HomeError(f"run file {daemon.home.run_path}", why="it is gone")
+            _print_banner(daemon.home, running)
+            print("\nCtrl+C to leave.\n", flush=True)
+            await daemon.stopped()
+            _say("leaving")
+    return code
+
+
+def _print_banner(home: Home, running: RunFile) -> None:
+    addresses = running.addresses
+    ticket = home.invite(addresses).encode()
+    plain = Ticket(running.node_id, addresses).encode()
+    print(f"node       {running.node_id}")
+    print(f"listening  {', '.join(format_address(address) for address in addresses)}")
+    if all(_is_loopback(address) for address in addresses):
+        print("warning    loopback only: other machines can't reach this node.")
+        print("           Give an address that they can: mesh up --bind ADDR:0, or --advertise")
+    print("\nOn the other machine (works once, within a day; `mesh invite` prints another):")
+    print(f"\n  mesh join {ticket}\n")
+    print("Then, in Python on a machine that has joined:\n")
+    print(f'  with mesh.blocking.Node.client("{plain}") as node: print(node.peers())', flush=True)
+
+
+def _print_event(node: Node, event: EndpointEvent) -> None:
+    match event:
+        case PeerJoined(connection) if not _is_command(node, connection):
+            _say(f"joined   {_who(node, connection)}")
+        case PeerLeft(error=Superseded()):
+            pass  # both sides dialled at once; the other connection stays
+        case PeerLeft(connection, error) if not _is_command(node, connection):
+            _say(f"left     {_who(node, connection)}: {error.why}")
+        case PeerRefused(address, NodeId() as node_id, error):
+            where = format_address(address)
+            _say(f"refused  {node.label(node_id)} at {where}: {error.why}")
+        case _:
+            pass  # the command's own calls, and strangers who proved no key
+
+
+def _print_refusal(node: Node, node_id: NodeId, error: MeshError) -> None:
+    _say(f"refused  by {node.label(node_id)}: {error.why}")
+
+
+def _is_command(node: Node, connection: Connection) -> bool:
+    grant = connection.grant
+    own = connection.peer.machine_id == node.node_id
+    return own and grant is not None and grant.permits(ADMIN)
+
+
+def _who(node: Node, connection: Connection) -> str:
+    peer = connection.peer
+    name = node.label(peer.machine_id)
+    if peer.delegation is not None:
+        name = f"program {peer.node_id.short} of {name}"
+    return f"{name} at {connection.info.remote}"
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def _is_loopback(address: SocketAddress) -> bool:
+    return ip_address(address[0].partition("%")[0]).is_loopback

@@ -1,0 +1,70 @@
+"""Collective algorithms over an abstract exchange of messages. Knows ranks and tensors, not c10d.
+
+The caller enters an `Operation` and runs one algorithm in it, on tensors that `gathered` made
+contiguous, and writes results to tensors of other layouts with `scatter_back`.
+"""
+
+from __future__ import annotations
+
+from mesh.collective.allreduce import all_reduce, reduce, reduce_scatter
+from mesh.collective.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    RankFailed,
+    RankLeft,
+    RankLost,
+    UnsupportedCollective,
+)
+from mesh.collective.exchange import COLLECTIVE, Exchange, Header, Signature, Transfer
+from mesh.collective.layout import (
+    check_distinct,
+    check_readable,
+    check_writable,
+    gathered,
+    raw,
+    scatter_back,
+)
+from mesh.collective.movement import all_gather, all_to_all, barrier, broadcast, gather, scatter
+from mesh.collective.operation import Operation, expect
+from mesh.collective.reduction import Reduction, refuse_unless_reducible
+
+__all__ = [
+    # algorithms
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    # what they run on
+    "COLLECTIVE",
+    "Exchange",
+    "Header",
+    "Operation",
+    "Reduction",
+    "Signature",
+    "Transfer",
+    "expect",
+    # tensors
+    "check_distinct",
+    "check_readable",
+    "check_writable",
+    "gathered",
+    "raw",
+    "refuse_unless_reducible",
+    "scatter_back",
+    # errors
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "GroupAborted",
+    "RankFailed",
+    "RankLeft",
+    "RankLost",
+    "UnsupportedCollective",
+]

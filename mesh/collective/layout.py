@@ -1,0 +1,137 @@
+"""From tensors of any layout to runs of elements in row order, and back.
+
+Every operation works on one-dimensional contiguous tensors. A contiguous tensor is worked on in its
+own memory; of any other a copy is made, and results are scattered back in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mesh.collective.errors import UnsupportedCollective
+from tensor_bridge import tensor_bytes
+
+__all__ = ["check_distinct", "check_readable", "check_writable", "gathered", "raw", "scatter_back"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_readable(tensor: torch.Tensor, name: str) -> None:
+    """Raise unless the tensor's elements can be sent.
+
+    Raises:
+        UnsupportedCollective: it is not a strided CPU tensor of plain elements.
+    """
+    what = f"{name} on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+    if tensor.device.type != "cpu":
+        raise UnsupportedCollective(
+            what, why=f"it is on device '{tensor.device}'", fix="Move it to the CPU first."
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise UnsupportedCollective(
+            what, why=f"its elements are not plain numbers ({kind})", fix="Convert it to dense."
+        )
+
+
+def check_writable(tensor: torch.Tensor, name: str) -> None:
+    """Raise unless results can be written to the tensor.
+
+    Raises:
+        UnsupportedCollective: as `check_readable`; or elements share memory, as after ``expand``.
+    """
+    check_readable(tensor, name)
+    shared = (
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if tensor.numel() and any(shared):
+        raise UnsupportedCollective(
+            f"{name} into a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}",
+            why="several of its elements share one place in memory, as after expand()",
+            fix="Pass a clone().",
+        )
+
+
+def check_distinct(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Raise if two output tensors share memory: the later result would overwrite the earlier.
+
+    Raises:
+        UnsupportedCollective: names the indices.
+    """
+    spans = [(*_span(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel()]
+    spans.sort()
+    for at, (_, end, index) in enumerate(spans):
+        for start, _, other in spans[at + 1 :]:
+            if start >= end:
+                break
+            if _overlap(tensors[index], tensors[other]):
+                first, second = sorted((index, other))
+                raise UnsupportedCollective(
+                    f"{name} into a list of {len(tensors)} tensors",
+                    why=f"outputs {first} and {second} share memory, as in [t] * n",
+                    fix="Give each rank's result a tensor of its own.",
+                )
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in row order: the tensor's own memory if contiguous, else a copy."""
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    if plain.is_contiguous():
+        return plain.view(-1)
+    bits = _BITS.get(plain.dtype.itemsize)
+    if bits is None:  # complex128, which torch can copy as it is
+        return plain.contiguous().view(-1)
+    # As integers, since not every type has kernels of its own.
+    return plain.view(bits).contiguous().view(-1).view(plain.dtype)
+
+
+def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write `elements`, in row order, to `tensor`, unless they already lie in its memory.
+
+    Autograd learns that the tensor was written to, as from any operation in place.
+    """
+    if elements.numel() and elements.data_ptr() != tensor.data_ptr():
+        shaped = elements.view(tensor.shape)
+        plain = tensor.detach()
+        bits = _BITS.get(plain.dtype.itemsize)
+        if bits is None or plain.is_conj() or plain.is_neg():
+            plain.copy_(shaped)
+        else:
+            plain.view(bits).copy_(shaped.view(bits))
+    elif not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def raw(elements: torch.Tensor) -> memoryview:
+    """Return the bytes of what `gathered` returned. The view keeps the memory alive."""
+    return tensor_bytes(elements)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte and the one after the last."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.dtype.itemsize
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors whose spans intersect share an element."""
+    if (first.is_contiguous() and second.is_contiguous()) or first.dtype != second.dtype:
+        return True
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return False
+    # Mark the one's places in memory, and look whether the other has any of them.
+    start = int(min(first.storage_offset(), second.storage_offset()))
+    end = max(_span(first)[1], _span(second)[1])
+    size = (end - first.untyped_storage().data_ptr()) // first.dtype.itemsize - start
+    marks = torch.zeros(size, dtype=torch.bool)
+    _places(marks, first, start).fill_(True)
+    return bool(_places(marks, second, start).any())
+
+
+def _places(marks: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    return marks.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)

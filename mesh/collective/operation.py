@@ -1,0 +1,152 @@
+"""One operation of one group: its messages, its deadline, and what it says when it fails."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from mesh.collective.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    RankFailed,
+)
+from mesh.collective.exchange import COLLECTIVE, Check, Exchange, Header, Signature, Transfer
+
+__all__ = ["Operation", "expect"]
+
+
+class Operation:
+    """The messages of one collective operation on this rank, in order for each other rank.
+
+    A context manager: an exception inside breaks the group and tells the other ranks, since they
+    wait for messages that will never come.
+
+    Args:
+        exchange: the group.
+        signature: what this rank called.
+        sequence: number of the operation in the group, the same on all ranks.
+        deadline: on the clock of ``time.monotonic``.
+    """
+
+    def __init__(
+        self, exchange: Exchange, signature: Signature, sequence: int, deadline: float
+    ) -> None:
+        self.exchange = exchange
+        self.rank = exchange.rank
+        self.size = exchange.size
+        self.others = tuple(rank for rank in range(exchange.size) if rank != exchange.rank)
+        self._signature = signature
+        self._sequence = sequence
+        self._deadline = deadline
+        self._began = time.monotonic()
+        self._sends: dict[int, list[Transfer]] = defaultdict(list)
+        self._receives: dict[int, list[Transfer]] = defaultdict(list)
+
+    def __str__(self) -> str:
+        name = f"{self._signature.name} #{self._sequence}"
+        return f"{name} of group '{self.exchange.group}' on rank {self.rank}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, CollectiveError):
+            self.exchange.fail(error)
+        elif error is not None:
+            why = f"{type(error).__name__}: {error}"
+            self.exchange.fail(RankFailed(str(self), ranks=(self.rank,), why=why))
+
+    def send(self, peer: int, payload: memoryview) -> Transfer:
+        """Post the next message to `peer`."""
+        posted = self._sends[peer]
+        header = Header(self._signature, self._sequence, len(posted), payload.nbytes)
+        posted.append(self.exchange.post_send(peer, COLLECTIVE, header, payload))
+        return posted[-1]
+
+    def receive(self, peer: int, into: memoryview) -> Transfer:
+        """Post the receipt of the next message from `peer`."""
+        posted = self._receives[peer]
+        header = Header(self._signature, self._sequence, len(posted), into.nbytes)
+        check = expect(header, peer, self.exchange, str(self))
+        posted.append(self.exchange.post_receive(peer, COLLECTIVE, check, into))
+        return posted[-1]
+
+    def wait(self, transfers: Iterable[Transfer]) -> None:
+        """Wait until all of `transfers` are done.
+
+        Raises:
+            CollectiveTimeout: the deadline passed; names the ranks that are awaited.
+            CollectiveError: a transfer or the whole group failed.
+        """
+        for transfer in transfers:
+            try:
+                transfer.wait(self._deadline)
+            except TimeoutError:
+                raise self._timeout() from None
+            except CollectiveError as error:
+                raise error.during(str(self), after=self._elapsed()) from error
+
+    def finish(self) -> None:
+        """Wait for everything posted."""
+        for posted in (*self._receives.values(), *self._sends.values()):
+            self.wait(posted)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _timeout(self) -> CollectiveTimeout:
+        ranks = self._awaited()
+        names = ", ".join(self.exchange.label(rank) for rank in ranks)
+        verb = "is" if len(ranks) == 1 else "are"
+        return CollectiveTimeout(
+            str(self),
+            ranks=ranks,
+            after=self._elapsed(),
+            why=f"timed out, and {names} {verb} still awaited",
+            fix="Check that they are alive and reach this operation, or raise the group's timeout.",
+        )
+
+    def _awaited(self) -> tuple[int, ...]:
+        """Return whom to blame: those from whom nothing came, or else those with anything open.
+
+        A rank that waits itself has sent its first message; one that is not there has not.
+        """
+        absent = {peer for peer, posted in self._receives.items() if not posted[0].done}
+        for table in (self._receives, self._sends):
+            if not absent:
+                absent = {peer for peer, posted in table.items() if not all(t.done for t in posted)}
+        return tuple(sorted(absent))
+
+
+def expect(expected: Header, peer: int, exchange: Exchange, what: str) -> Check:
+    """Return a check that refuses any message of `peer` but the one that `expected` describes."""
+
+    def check(found: Header) -> None:
+        if found == expected:
+            return
+        theirs, ours = str(found.signature), str(expected.signature)
+        if found.sequence != expected.sequence:
+            theirs, ours = f"{theirs} as #{found.sequence}", f"{ours} as #{expected.sequence}"
+        elif found.nbytes != expected.nbytes:
+            theirs, ours = (
+                f"{theirs} with {found.nbytes} bytes",
+                f"{ours} with {expected.nbytes} bytes",
+            )
+        raise CollectiveMismatch(
+            what,
+            ranks=(peer, exchange.rank),
+            why=f"{exchange.label(peer)} called {theirs}, "
+            f"and {exchange.label(exchange.rank)} called {ours}",
+            fix="All ranks must call the same operations, in the same order, on alike tensors.",
+        )
+
+    return check

@@ -1,0 +1,142 @@
+"""Reductions: which exist for which element types, and one way to do them.
+
+Contributions are always folded in the order of the ranks, by one fold for all algorithms and sizes,
+so that a result depends on the inputs alone: not on timing, nor on who computes it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mesh.collective.errors import UnsupportedCollective
+
+__all__ = ["Reduction", "reduce_into", "refuse_unless_reducible"]
+
+
+class Reduction(enum.StrEnum):
+    """How contributions are combined. Names as in ``torch.distributed.ReduceOp``."""
+
+    SUM = "SUM"
+    AVG = "AVG"
+    PRODUCT = "PRODUCT"
+    MIN = "MIN"
+    MAX = "MAX"
+    BAND = "BAND"
+    BOR = "BOR"
+    BXOR = "BXOR"
+
+
+_BITWISE = frozenset({Reduction.BAND, Reduction.BOR, Reduction.BXOR})
+_ORDER = frozenset({Reduction.MIN, Reduction.MAX})
+
+_SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+_UNSIGNED = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.uint64})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+
+_WIDER = {
+    # Rounded once, at the end, instead of after each contribution.
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+    # torch has no arithmetic on these; modulo 2^16 and 2^32 the results are the same.
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+}
+
+
+def refuse_unless_reducible(dtype: torch.dtype, op: Reduction) -> None:
+    """Raise unless `op` makes sense for elements of `dtype`.
+
+    ====================  =======================================================
+    bool                  SUM MAX BOR as or; PRODUCT MIN BAND as and; BXOR
+    integers              all; sums wrap around; AVG rounds toward zero
+    uint64                all but AVG MIN MAX
+    floating point        SUM AVG PRODUCT MIN MAX; 16 bits accumulated in 32
+    complex               SUM AVG PRODUCT
+    all others (float8)   none: they can be moved, not reduced
+    ====================  =======================================================
+
+    Raises:
+        UnsupportedCollective: it doesn't, with the reason.
+    """
+    if dtype is torch.bool:
+        why = "an average of truth values is none" if op is Reduction.AVG else None
+    elif dtype is torch.uint64:
+        wide = op is Reduction.AVG or op in _ORDER
+        why = "torch can't order or divide numbers of this type" if wide else None
+    elif dtype in _SIGNED or dtype in _UNSIGNED:
+        why = None
+    elif dtype in _FLOATS:
+        why = "its bits are no number" if op in _BITWISE else None
+    elif dtype in _COMPLEX:
+        bitwise = "its bits are no number" if op in _BITWISE else None
+        why = "complex numbers have no order" if op in _ORDER else bitwise
+    else:
+        why = "elements of this type can be moved, not reduced"
+    if why is not None:
+        raise UnsupportedCollective(
+            f"reduction {op} of {dtype} tensors", why=why, fix="Convert the tensor first."
+        )
+
+
+def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
+    """Write the reduction of `parts`, folded from the first to the last, to `out`.
+
+    Args:
+        out: one-dimensional; may be one of the parts.
+        parts: at least one, of the dtype and length of `out`.
+        op: permitted for this dtype by `refuse_unless_reducible`.
+    """
+    if out.dtype is torch.uint64:
+        out = out.view(torch.int64)
+        parts = [part.view(torch.int64) for part in parts]
+    total = parts[0].to(_accumulator(out.dtype, op), copy=True)
+    fold = _FOLDS_OF_BOOL[op] if out.dtype is torch.bool else _FOLDS[op]
+    for part in parts[1:]:
+        fold(total, part.to(total.dtype))
+    if op is Reduction.AVG:
+        exact = total.is_floating_point() or total.is_complex()
+        total.div_(len(parts), rounding_mode=None if exact else "trunc")
+    out.copy_(total)
+
+
+def _accumulator(dtype: torch.dtype, op: Reduction) -> torch.dtype:
+    if op is Reduction.AVG and (dtype in _SIGNED or dtype in _UNSIGNED):
+        return torch.int64  # the sum of small integers fits here, if not there
+    return _WIDER.get(dtype, dtype)
+
+
+def _minimum(total: torch.Tensor, part: torch.Tensor) -> None:
+    torch.minimum(total, part, out=total)
+
+
+def _maximum(total: torch.Tensor, part: torch.Tensor) -> None:
+    torch.maximum(total, part, out=total)
+
+
+_Fold = Callable[[torch.Tensor, torch.Tensor], object]
+
+_FOLDS: dict[Reduction, _Fold] = {
+    Reduction.SUM: torch.Tensor.add_,
+    Reduction.AVG: torch.Tensor.add_,
+    Reduction.PRODUCT: torch.Tensor.mul_,
+    Reduction.MIN: _minimum,
+    Reduction.MAX: _maximum,
+    Reduction.BAND: torch.Tensor.bitwise_and_,
+    Reduction.BOR: torch.Tensor.bitwise_or_,
+    Reduction.BXOR: torch.Tensor.bitwise_xor_,
+}
+
+_FOLDS_OF_BOOL: dict[Reduction, _Fold] = {
+    Reduction.SUM: torch.Tensor.logical_or_,
+    Reduction.PRODUCT: torch.Tensor.logical_and_,
+    Reduction.MIN: torch.Tensor.logical_and_,
+    Reduction.MAX: torch.Tensor.logical_or_,
+    Reduction.BAND: torch.Tensor.logical_and_,
+    Reduction.BOR: torch.Tensor.logical_or_,
+    Reduction.BXOR: torch.Tensor.logical_xor_,
+}

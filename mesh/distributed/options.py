@@ -1,0 +1,79 @@
+"""Which node a process group runs on, said explicitly.
+
+``init_process_group("mesh", pg_options=Options(node=node))``, or in a block of ``use(node)``. New
+groups of a group that runs on the mesh run on the same node unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
+from anyio.from_thread import BlockingPortal
+
+from mesh.collective import UnsupportedCollective
+from transport import Endpoint
+
+__all__ = ["MeshNode", "Options", "options_in_use", "use"]
+
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # one word of a scope
+
+
+class MeshNode(Protocol):
+    """What a process group needs of a node: `mesh.blocking.Node` has it."""
+
+    @property
+    def portal(self) -> BlockingPortal:
+        """The way from threads into the node's event loop."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The node's endpoint, open."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What ``pg_options`` takes.
+
+    Attributes:
+        node: this rank's node, which must stay open as long as the group.
+        job: the ranks' common name. Members must hold the scope ``collective:JOB`` at each other.
+            Whoever holds it can make the others run code, through torch's own object collectives.
+    """
+
+    node: MeshNode
+    job: str = "default"
+
+    def __post_init__(self) -> None:
+        if not _JOB.fullmatch(self.job):
+            raise UnsupportedCollective(
+                f"job name {self.job!r}",
+                why="it must be 1 to 64 letters, digits, '_', '.', '-', and not begin with . or -",
+            )
+
+    @property
+    def scope(self) -> str:
+        """The scope that members need, and the name of the service that they meet on."""
+        return f"collective:{self.job}"
+
+
+_in_use: ContextVar[Options | None] = ContextVar("mesh_options", default=None)
+
+
+@contextlib.contextmanager
+def use(node: MeshNode, *, job: str = "default") -> Iterator[None]:
+    """Let groups that are formed in this block, by this thread, run on `node`."""
+    token = _in_use.set(Options(node, job))
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
+
+
+def options_in_use() -> Options | None:
+    """Return the options of the innermost `use` block, or None outside of any."""
+    return _in_use.get()

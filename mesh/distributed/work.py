@@ -1,0 +1,137 @@
+"""What a collective call returns: a Work, and the future behind it.
+
+Rules learned the hard way, all of them about torch's C++ side:
+
+* ``Future.set_exception`` stores the exception as a *value*, and a Reducer that reads it crashes.
+  The future handed out is ``base.then(callback)`` with a callback that raises: a real error.
+* ``wait()`` must not return before that future is complete: C++ reads its value right after.
+* Callbacks of a future run on the thread that completes it, and may wait for a second collective
+  of the same group. So futures are never completed on the group's operation thread; a waiter that
+  finds its operation over completes the future itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+from mesh.collective import CollectiveTimeout
+
+__all__ = ["MeshWork"]
+
+GRACE_SECONDS = 5.0
+"""How far beyond its deadline an operation may end before a waiter stops believing that it will."""
+
+
+class MeshWork(Work):
+    """One operation of a process group, from its issue to its end.
+
+    Args:
+        what: the operation, for messages.
+        result: what ``result()`` and the future give: the caller's tensors.
+        deadline: when the operation ends by itself at the latest, on ``time.monotonic``'s clock.
+        source: for a receive, the rank it is from.
+
+    Attributes:
+        what: as given.
+        began: when it was issued.
+    """
+
+    def __init__(self, what: str, result: Any, deadline: float, source: int = -1) -> None:
+        super().__init__()
+        self.what = what
+        self._result = result
+        self._deadline = deadline
+        self._source = source
+        self.began = time.monotonic()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._claim = threading.Lock()
+        self._base: torch.futures.Future[Any] = torch.futures.Future()
+        self._future = self._base.then(self._outcome)
+
+    # What C++ and torch.distributed call.
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end of the operation; results are in the tensors then.
+
+        Args:
+            timeout: for this wait only; zero or less waits as long as the operation may take.
+
+        Raises:
+            CollectiveError: the operation failed, or did not end in time.
+        """
+        seconds = timeout.total_seconds()
+        end = self._deadline + GRACE_SECONDS
+        if seconds > 0:
+            end = min(end, time.monotonic() + seconds)
+        if not self._over.wait(min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
+            raise CollectiveTimeout(
+                f"wait for {self.what}",
+                after=time.monotonic() - self.began,
+                why="timed out while the operation goes on",
+            )
+        self.complete()
+        with contextlib.suppress(Exception):  # raised below, as itself
+            self._future.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait as `wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is over, and its future complete."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """Return whether the operation is over and did not fail."""
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation failed with, or None."""
+        return self._error
+
+    def result(self) -> Any:
+        """Return the caller's tensors."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Return the rank that a receive was from, or -1."""
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the caller's tensors, or of the error."""
+        return self._future
+
+    # What the engine calls.
+
+    def end(
+        self, error: BaseException | None, submit: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Mark the operation as over, and have its future completed by way of `submit`."""
+        self._error = error
+        self._over.set()
+        submit(self.complete)
+
+    def complete(self) -> None:
+        """Complete the future, unless another thread already does."""
+        if self._claim.acquire(blocking=False):
+            self._base.set_result(None)
+
+    def _outcome(self, base: torch.futures.Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result

@@ -1,0 +1,213 @@
+"""The whole exception tree, and the branch of it that belongs to nodes and the command.
+
+Everything this project raises on purpose is a `MeshError` and says what failed, with which peer, at
+which stage, after how long, why, and what to do. The number is the exit status of the ``mesh``
+command when the error ends it.
+
+    MeshError                        1
+    ├── IdentityError                2  a key, id, ticket or invite that can't be used as given
+    │   ├── KeyFileError             2  key file: missing, readable by others, or not a key
+    │   └── TicketError              2  ticket or invite text: truncated, altered, of another kind
+    ├── AccessDenied                 4  an authorizer said no, or failed, which counts as no
+    │   └── TokenRefused             4  a capability token that does not permit this, here, now
+    ├── TransportError               1  something between two nodes failed
+    │   ├── AddressError             2  an address that can't be used as written
+    │   ├── AddressInUse             1  another socket holds the address to listen on
+    │   ├── Unreachable              3  no address led to the peer; each is named with its own error
+    │   │   └── ConnectTimeout       3  ... and the time ran out meanwhile
+    │   ├── IdentityInUse            4  the same key is alive at another address
+    │   ├── ConnectionClosed         3  one of the two sides closed the connection on purpose
+    │   │   └── Superseded           3  ... for another connection with the same peer
+    │   ├── PeerLost                 3  the peer vanished: killed, unplugged, or silent for too long
+    │   ├── ProtocolError            1  bytes that break the protocol
+    │   ├── StreamReset              1  the other side gave up on one stream
+    │   ├── DeadlineExceeded         5  the time given for an operation ran out
+    │   ├── LimitExceeded            1  a bound of this node or of the peer was reached
+    │   ├── ServiceUnknown           1  the peer offers no such service
+    │   └── RemoteError              1  the peer's handler failed
+    ├── TensorError                  1  a tensor, its place in a store, or its move
+    │   ├── UnsupportedTensor        2  a tensor whose elements are not plain bytes in memory
+    │   ├── QuotaExceeded            1  a tensor that the receiver has no room for
+    │   ├── NoSuchTensor             1  an object id that names nothing this peer may touch
+    │   └── TensorChanged            1  a tensor that was written to or replaced while it moved
+    ├── CollectiveError              1  an operation of a group failed, and with it the group
+    │   ├── CollectiveTimeout        5  its deadline passed; names the ranks that are still awaited
+    │   ├── CollectiveMismatch       2  two ranks called different things; names both sides
+    │   ├── RankLost                 3  the connection to a rank broke
+    │   ├── RankLeft                 3  a rank left the group while it was still needed
+    │   ├── RankFailed               1  an operation raised on another rank
+    │   └── GroupAborted             1  the group was aborted, here or on another rank
+    ├── UnsupportedCollective        2  a type, layout, device or reduction that can't be done
+    └── NodeError                    1  a node can't do what was asked of it
+        ├── HomeError                1  the state directory can't be used
+        ├── NotRunning               3  no daemon runs in this home
+        └── UnknownPeer              3  a peer that nothing is known about, or no address of it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from auth.errors import (
+    AccessDenied,
+    IdentityError,
+    KeyFileError,
+    MeshError,
+    TicketError,
+    TokenRefused,
+)
+from mesh._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mesh.collective.errors import (
+        CollectiveError,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        GroupAborted,
+        RankFailed,
+        RankLeft,
+        RankLost,
+        UnsupportedCollective,
+    )
+    from tensor_bridge.errors import (
+        NoSuchTensor,
+        QuotaExceeded,
+        TensorChanged,
+        TensorError,
+        UnsupportedTensor,
+    )
+    from transport.errors import (
+        AddressError,
+        AddressInUse,
+        ConnectionClosed,
+        ConnectTimeout,
+        DeadlineExceeded,
+        IdentityInUse,
+        LimitExceeded,
+        PeerLost,
+        ProtocolError,
+        RemoteError,
+        ServiceUnknown,
+        StreamReset,
+        Superseded,
+        TransportError,
+        Unreachable,
+    )
+
+__all__ = [
+    "AccessDenied",
+    "AddressError",
+    "AddressInUse",
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "ConnectTimeout",
+    "ConnectionClosed",
+    "DeadlineExceeded",
+    "GroupAborted",
+    "HomeError",
+    "IdentityError",
+    "IdentityInUse",
+    "KeyFileError",
+    "LimitExceeded",
+    "MeshError",
+    "NoSuchTensor",
+    "NodeError",
+    "NotRunning",
+    "PeerLost",
+    "ProtocolError",
+    "QuotaExceeded",
+    "RankFailed",
+    "RankLeft",
+    "RankLost",
+    "RemoteError",
+    "ServiceUnknown",
+    "StreamReset",
+    "Superseded",
+    "TensorChanged",
+    "TensorError",
+    "TicketError",
+    "TokenRefused",
+    "TransportError",
+    "UnknownPeer",
+    "Unreachable",
+    "UnsupportedCollective",
+    "UnsupportedTensor",
+]
+
+
+class NodeError(MeshError):
+    """A node can't do what was asked of it, in the state it is in."""
+
+    code = "node"
+
+
+class HomeError(NodeError):
+    """The state directory can't be used: no key yet, open to others, or a file in it is broken."""
+
+    code = "home"
+
+
+class NotRunning(NodeError):
+    """No daemon runs in this home."""
+
+    code = "not-running"
+    exit_code = 3
+
+
+class UnknownPeer(NodeError):
+    """Nothing is known about the peer, or its key is known and no address of it."""
+
+    code = "unknown-peer"
+    exit_code = 3
+
+
+if not TYPE_CHECKING:  # The branches below this package, without waiting for torch.
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            **dict.fromkeys(
+                (
+                    "AddressError",
+                    "AddressInUse",
+                    "ConnectionClosed",
+                    "ConnectTimeout",
+                    "DeadlineExceeded",
+                    "IdentityInUse",
+                    "LimitExceeded",
+                    "PeerLost",
+                    "ProtocolError",
+                    "RemoteError",
+                    "ServiceUnknown",
+                    "StreamReset",
+                    "Superseded",
+                    "TransportError",
+                    "Unreachable",
+                ),
+                "transport.errors",
+            ),
+            **dict.fromkeys(
+                (
+                    "NoSuchTensor",
+                    "QuotaExceeded",
+                    "TensorChanged",
+                    "TensorError",
+                    "UnsupportedTensor",
+                ),
+                "tensor_bridge.errors",
+            ),
+            **dict.fromkeys(
+                (
+                    "CollectiveError",
+                    "CollectiveMismatch",
+                    "CollectiveTimeout",
+                    "GroupAborted",
+                    "RankFailed",
+                    "RankLeft",
+                    "RankLost",
+                    "UnsupportedCollective",
+                ),
+                "mesh.collective.errors",
+            ),
+        },
+    )

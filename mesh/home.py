@@ -1,0 +1,205 @@
+"""The state directory of a machine: its key, whom it trusts, whom it knows, what runs.
+
+========================  =========================================================
+``machine.key``           Ed25519 private key, PEM, mode 0600
+``authorized_keys``       who may do what here; may be edited while the daemon runs
+``peers.json``            petnames, and the addresses that worked last
+``invites/``              one file for each one-time invite that was spent
+``daemon.json``           of the running daemon: process, boot, addresses
+``daemon.lock``           held by the running daemon for as long as it lives
+``daemon.log``            what ``mesh up --detach`` writes
+========================  =========================================================
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from auth import (
+    DEFAULT_SCOPES,
+    AuthorizedKeys,
+    Delegation,
+    Invite,
+    InviteBook,
+    NodeId,
+    SecretKey,
+    SocketAddress,
+    Ticket,
+    load_key,
+    load_or_create_key,
+)
+from mesh.errors import HomeError
+from mesh.filelock import FileLock
+from mesh.peerbook import PeerBook
+from mesh.runfile import RunFile
+
+__all__ = ["Home"]
+
+ENVIRONMENT = "MESH_HOME"
+"""Environment variable that names the state directory."""
+
+INVITE_LIFETIME = 86400.0
+"""Seconds for which an invite can be used unless said otherwise."""
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Home:
+    """A state directory. Making the object touches nothing.
+
+    Args:
+        path: the directory; by default ``$MESH_HOME``, or else the platform's directory for the
+            user's data, as in ``~/.local/share/quicmesh``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = _default() if path is None else Path(path).expanduser().absolute()
+        self.peers = PeerBook(self.path / "peers.json")
+        self.daemon_lock = FileLock(self.path / "daemon.lock")
+
+    def __repr__(self) -> str:
+        return f"Home({str(self.path)!r})"
+
+    @property
+    def key_path(self) -> Path:
+        """Where the machine's private key lies."""
+        return self.path / "machine.key"
+
+    @property
+    def authorized_keys_path(self) -> Path:
+        """Where it stands who may do what here."""
+        return self.path / "authorized_keys"
+
+    @property
+    def log_path(self) -> Path:
+        """Where a detached daemon writes."""
+        return self.path / "daemon.log"
+
+    @property
+    def run_path(self) -> Path:
+        """Where the running daemon says how to reach it."""
+        return self.path / "daemon.json"
+
+    def exists(self) -> bool:
+        """Say whether this home has a key, so whether this machine is a node."""
+        return self.key_path.exists()
+
+    def create(self) -> SecretKey:
+        """Make the directory (mode 0700) and the machine's key, where they are missing.
+
+        Raises:
+            HomeError: the directory can't be made, or belongs to somebody else.
+            KeyFileError: there is a key and it can't be used.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_owner()
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise self._unusable(error) from error
+        return load_or_create_key(self.key_path)
+
+    def key(self) -> SecretKey:
+        """Return the machine's key.
+
+        Raises:
+            HomeError: there is none yet, or others may write into the directory.
+            KeyFileError: it is readable by others, or is not a key.
+        """
+        if not self.exists():
+            raise HomeError(
+                f"this machine's key in {self.path}",
+                why="there is none yet",
+                fix="Make one with `mesh init`, or name another home with --home or $MESH_HOME.",
+            )
+        self._check_owner()
+        return load_key(self.key_path)
+
+    def authorized_keys(self, machine: NodeId) -> AuthorizedKeys:
+        """Return this home's authorizer: the file of keys, and invites that `machine` issued."""
+        return AuthorizedKeys(
+            self.authorized_keys_path, machine=machine, invites=InviteBook(self.path / "invites")
+        )
+
+    def program(self, scopes: tuple[str, ...], lifetime: float) -> tuple[SecretKey, Delegation]:
+        """Return a fresh key for a program, and the machine's word that it acts for it.
+
+        Args:
+            scopes: what the program may do at most, of what peers let this machine do.
+            lifetime: seconds from now.
+
+        Raises:
+            HomeError, KeyFileError: as `key`.
+        """
+        key = SecretKey.generate()
+        machine = self.key()
+        return key, Delegation.issue(machine, key.node_id, scopes, lifetime, time.time())
+
+    def invite(
+        self,
+        addresses: tuple[SocketAddress, ...],
+        *,
+        petname: str | None = None,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        lifetime: float = INVITE_LIFETIME,
+    ) -> Ticket:
+        """Return a ticket that lets one machine or program in, once.
+
+        Args:
+            addresses: where this machine's daemon can be reached.
+            petname: what to call the newcomer.
+            scopes: what the newcomer may do.
+            lifetime: seconds for which the invite can be used.
+
+        Raises:
+            HomeError, KeyFileError: as `key`.
+            IdentityError: the petname can't be one, or the lifetime is longer than 30 days.
+            TicketError: too many addresses for a ticket.
+            ValueError: a scope is malformed.
+        """
+        key = self.key()
+        invite = Invite.issue(key, scopes, lifetime, time.time(), petname)
+        return Ticket(key.node_id, addresses, invite.encode())
+
+    def running(self) -> RunFile | None:
+        """Return what the daemon of this home says of itself, or None if none runs."""
+        return RunFile.load(self.run_path) if self.daemon_lock.is_held() else None
+
+    def _check_owner(self) -> None:
+        if sys.platform == "win32":
+            return  # There the directory lies in the user's profile, under its access list.
+        status = self.path.stat()
+        if status.st_uid != os.geteuid():
+            raise HomeError(
+                f"state directory {self.path}",
+                why=f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}",
+                fix="Name a directory of your own with --home or $MESH_HOME.",
+            )
+        if status.st_mode & _OTHERS_WRITE and self.exists():
+            raise HomeError(
+                f"state directory {self.path}",
+                why=f"others may write into it (mode {stat.S_IMODE(status.st_mode):04o}) and so "
+                "decide whom this machine trusts",
+                fix=f"chmod 700 {self.path}",
+            )
+
+    def _unusable(self, error: OSError) -> HomeError:
+        return HomeError(
+            f"state directory {self.path}",
+            why=error.strerror or str(error),
+            fix="Name a directory that can be written with --home or $MESH_HOME.",
+        )
+
+
+def _default() -> Path:
+    named = os.environ.get(ENVIRONMENT)
+    if named:
+        return Path(named).expanduser().absolute()
+    import platformdirs  # Only where it is needed: the command starts sooner.
+
+    return Path(platformdirs.user_data_dir("quicmesh", appauthor=False))

@@ -1,0 +1,407 @@
+"""A node of the mesh, for async programs: an identity, an endpoint, the peers it knows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import anyio
+
+from auth import (
+    DEFAULT_SCOPES,
+    AuthorizedKeys,
+    Authorizer,
+    Delegation,
+    Invite,
+    MeshError,
+    NodeId,
+    SecretKey,
+    SocketAddress,
+    Ticket,
+    deny_all,
+)
+from mesh.directory import Directory
+from mesh.errors import NodeError
+from mesh.home import INVITE_LIFETIME, Home
+from mesh.peer import Peer
+from mesh.services import register_services
+from mesh.status import PeerStatus
+from mesh.tasks import helpers
+from transport import (
+    Connection,
+    Endpoint,
+    EndpointConfig,
+    EndpointEvent,
+    PeerAddress,
+    PeerJoined,
+    PeerLeft,
+    parse_address,
+)
+
+if TYPE_CHECKING:
+    from mesh.tensors import Tensors
+
+__all__ = ["Node"]
+
+PROGRAM_LIFETIME = 7 * 86400.0
+"""Seconds for which a program acts under its machine's key: the longest that peers accept."""
+
+POLL_SECONDS = 1.0
+"""How often the file of authorized keys is looked at: a removed peer is cut off within this."""
+
+
+class Node:
+    """One node: a key, a policy, an endpoint. Open it with ``async with``, on asyncio or trio.
+
+    Made by a preset, each a whole policy: `peer`, `client`, `worker`, `embedded`. Nothing is
+    global, so several nodes may live in one process. Leaving the block closes every connection with
+    the reason "left", bounded in time, also when the block was cancelled.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: SecretKey,
+        authorizer: Authorizer,
+        config: EndpointConfig | None = None,
+        delegation: Delegation | None = None,
+        home: Home | None = None,
+        tensors: bool = False,
+        join: Iterable[Ticket | str] = (),
+    ) -> None:
+        keys = authorizer if isinstance(authorizer, AuthorizedKeys) else None
+        self.home = home
+        self.authorizer = authorizer
+        self.directory = Directory(None if home is None else home.peers, keys)
+        self.started = time.time()
+        self._keys = keys
+        self._key = key
+        self._delegation = delegation
+        self._config = config or EndpointConfig()
+        self._tensors = _load_tensors() if tensors else None
+        self._join = tuple(join)
+        self._endpoint: Endpoint | None = None
+        self._stack: AsyncExitStack | None = None
+
+    @classmethod
+    def peer(
+        cls,
+        home: Home | str | os.PathLike[str] | None = None,
+        *,
+        config: EndpointConfig | None = None,
+    ) -> Self:
+        """A machine's node, as ``mesh up`` runs it.
+
+        It has the machine's key, admits the keys in the machine's file and whoever brings a
+        one-time invite, and offers the tensor service.
+
+        Args:
+            home: the state directory, by default `Home`'s own; made, with a key, if it is missing.
+            config: addresses to listen on and to advertise, limits, times.
+
+        Raises:
+            HomeError, KeyFileError: the state directory or its key can't be used.
+        """
+        where = _home(home)
+        key = where.create()
+        return cls(
+            key=key,
+            authorizer=where.authorized_keys(key.node_id),
+            config=config,
+            home=where,
+            tensors=True,
+        )
+
+    @classmethod
+    def client(
+        cls,
+        *tickets: Ticket | str,
+        home: Home | str | os.PathLike[str] | None = None,
+        key: SecretKey | None = None,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        config: EndpointConfig | None = None,
+    ) -> Self:
+        """A program's node: its own fresh key, admits nobody, dials `tickets` on entry.
+
+        Where this machine has a key, the program acts under it: peers that authorize the machine
+        authorize the program, within `scopes`. Without one, or with `key`, it is a stranger until
+        a ticket with a one-time invite lets it in.
+
+        Args:
+            tickets: peers to connect to on entry; petnames and node ids will do too.
+            home: the state directory with the machine's key and its peers book.
+            key: a key of the program's own, for one that is authorized by itself.
+            scopes: what the program may do at most, of what peers let the machine do.
+            config: as in `peer`.
+
+        Raises:
+            HomeError, KeyFileError: the state directory or its key can't be used.
+            IdentityError: `scopes` are too long in all.
+        """
+        where = _home(home)
+        delegation = None
+        if key is None and where.exists():
+            key, delegation = where.program(tuple(scopes), PROGRAM_LIFETIME)
+        return cls(
+            key=key or SecretKey.generate(),
+            authorizer=deny_all(),
+            config=config,
+            delegation=delegation,
+            home=where if where.exists() else None,
+            join=tickets,
+        )
+
+    @classmethod
+    def worker(
+        cls,
+        home: Home | str | os.PathLike[str] | None = None,
+        *,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        config: EndpointConfig | None = None,
+    ) -> Self:
+        """A program that peers dial as well, such as a rank of a training job.
+
+        It has a fresh key under this machine's, and admits whom the machine admits: the machine's
+        own programs, and those of the machines in its file of authorized keys.
+
+        Args:
+            home: the state directory with the machine's key.
+            scopes: what the program may do at most, of what peers let the machine do.
+            config: as in `peer`.
+
+        Raises:
+            HomeError, KeyFileError: the state directory or its key can't be used.
+            IdentityError: `scopes` are too long in all.
+        """
+        where = _home(home)
+        machine = where.create()
+        key, delegation = where.program(tuple(scopes), PROGRAM_LIFETIME)
+        return cls(
+            key=key,
+            authorizer=where.authorized_keys(machine.node_id),
+            config=config,
+            delegation=delegation,
+            home=where,
+        )
+
+    @classmethod
+    def embedded(
+        cls,
+        *,
+        key: SecretKey,
+        authorizer: Authorizer,
+        config: EndpointConfig | None = None,
+        tensors: bool = True,
+    ) -> Self:
+        """An application's node: its own key and policy, no file on disk, the application's loop.
+
+        Args:
+            key: who the node is; `auth.load_or_create_key` keeps one in a file.
+            authorizer: who may do what. There is no default; `allow_any` is an explicit choice.
+            config: as in `peer`.
+            tensors: offer the tensor service, to peers that are granted the scope ``tensor``.
+        """
+        return cls(key=key, authorizer=authorizer, config=config, tensors=tensors)
+
+    async def __aenter__(self) -> Self:
+        if self._stack is not None:
+            raise NodeError("opening of a node", why="it was opened before", fix="Make a new one.")
+        stack = self._stack = AsyncExitStack()
+        endpoint = Endpoint(self._key, self.authorizer, self._config, delegation=self._delegation)
+        try:
+            self._endpoint = await stack.enter_async_context(endpoint)
+            endpoint.subscribe(self._observe)
+            register_services(self)
+            if self._tensors is not None:
+                await stack.enter_async_context(self._tensors.service(endpoint, self.authorizer))
+            if self._keys is not None:
+                tasks = await stack.enter_async_context(helpers())
+                tasks.start_soon(self._watch_keys, self._keys, endpoint)
+            for ticket in self._join:
+                await self.connect(ticket)
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._stack is not None
+        try:
+            await self._stack.__aexit__(kind, error, traceback)
+        finally:
+            self._endpoint = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The QUIC endpoint, for an application's own services, calls and ALPN protocols.
+
+        Raises:
+            NodeError: the node is not open.
+        """
+        if self._endpoint is None:
+            raise NodeError(
+                "use of a node", why="it is not open", fix="Open it first: async with node: ..."
+            )
+        return self._endpoint
+
+    @property
+    def node_id(self) -> NodeId:
+        """Who this node is."""
+        return self._key.node_id
+
+    @property
+    def addresses(self) -> tuple[SocketAddress, ...]:
+        """Where others may reach this node, with the real port, the likeliest first."""
+        return self.endpoint.addresses
+
+    def ticket(self, invite: Invite | None = None) -> Ticket:
+        """Return how to reach this node, and with `invite` the right to enter once.
+
+        The ticket's ``encode()`` is the text to hand over.
+        """
+        secret = None if invite is None else invite.encode()
+        return Ticket(self.node_id, self.addresses, secret)
+
+    def invite(
+        self,
+        petname: str | None = None,
+        *,
+        scopes: Iterable[str] = DEFAULT_SCOPES,
+        lifetime: float = INVITE_LIFETIME,
+    ) -> Ticket:
+        """Return a ticket that lets one newcomer in, once: what ``mesh invite`` prints.
+
+        Args:
+            petname: what to call the newcomer.
+            scopes: what it may do.
+            lifetime: seconds for which the invite can be used.
+
+        Raises:
+            NodeError: this node takes no invites: it is a program's, or has another authorizer.
+            IdentityError: the petname can't be one, or the lifetime is longer than 30 days.
+        """
+        if self._keys is None or self._delegation is not None:
+            raise NodeError(
+                "inviting",
+                why="invites are to machines, and this node is not one that takes them",
+                fix="Open a Node.peer, or use auth.AuthorizedKeys with an InviteBook.",
+            )
+        return self.ticket(Invite.issue(self._key, scopes, lifetime, time.time(), petname))
+
+    def label(self, node_id: NodeId) -> str:
+        """Return the name of a peer for messages: the petname with the short id, or that alone."""
+        return self.directory.label(node_id)
+
+    async def connect(self, target: Ticket | NodeId | str, *, timeout: float | None = None) -> Peer:
+        """Connect to a peer, or find the connection that is open already.
+
+        Args:
+            target: a ticket, a node id (whole, short or a unique beginning), or a petname.
+            timeout: seconds for the whole dial; by default the endpoint's ``connect_timeout``.
+
+        Raises:
+            UnknownPeer: no peer of that name, or no address of it, is known.
+            Unreachable, ConnectTimeout: no address led there; the message names each.
+            AccessDenied: the peer refused this node, with the reason it gave.
+            TicketError, IdentityError: `target` can't be used as written.
+        """
+        where, invite = self.directory.resolve(target)
+        await self._dial(where, invite, timeout)
+        return Peer(self, where.node_id)
+
+    async def dial(self, node_id: NodeId, *, timeout: float | None = None) -> Connection:
+        """Return the open connection to a peer, made if need be; what `Peer` stands on.
+
+        Raises:
+            UnknownPeer, Unreachable, AccessDenied: as `connect`.
+        """
+        where, invite = self.directory.resolve(node_id)
+        return await self._dial(where, invite, timeout)
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Return every peer that is known or connected, and how far it got with each."""
+        names = self.directory.names()
+        sessions = {connection.peer.node_id: connection for connection in self.endpoint.connections}
+        found = []
+        for node_id in sorted({*names, *sessions} - {self.node_id}):
+            state, reason = self.directory.last_dial(node_id)
+            status = PeerStatus(
+                node_id=node_id,
+                petname=names.get(node_id),
+                state=state,
+                reason=reason,
+                addresses=self.directory.addresses(node_id),
+            )
+            session = sessions.get(node_id)
+            found.append(status if session is None else status.with_session(session))
+        return tuple(found)
+
+    def table_sizes(self) -> dict[str, int]:
+        """Return how full the node's tables are, to see that nothing leaks."""
+        sizes = {"connections": len(self.endpoint.connections)}
+        if self._tensors is not None:
+            sizes |= self._tensors.sizes()
+        return sizes
+
+    async def _dial(self, where: PeerAddress, invite: bytes, timeout: float | None) -> Connection:
+        connection = self.endpoint.connection(where.node_id)
+        if connection is not None:
+            return connection
+        known = self.endpoint.known_addresses(where.node_id)
+        if not where.addresses and not known:
+            raise self.directory.no_address(where.node_id)
+        try:
+            connection = await self.endpoint.connect(where, credential=invite, timeout=timeout)
+        except MeshError as error:
+            self.directory.failed(where.node_id, error)
+            raise
+        return connection
+
+    def _observe(self, event: EndpointEvent) -> None:
+        match event:
+            case PeerJoined(connection) if _may_be_dialled(connection):
+                remote = parse_address(connection.info.remote)
+                self.directory.reached(connection.peer.node_id, (remote,))
+            case PeerLeft(connection, error) if _may_be_dialled(connection):
+                self.directory.failed(connection.peer.node_id, error)
+            case _:
+                pass
+
+    async def _watch_keys(self, keys: AuthorizedKeys, endpoint: Endpoint) -> None:
+        removed: deque[NodeId] = deque()
+        # Called in whichever thread notices; connections are closed here, in the loop.
+        unsubscribe = keys.subscribe(removed.append)
+        try:
+            while True:
+                keys.poll()
+                while removed:
+                    endpoint.revoke(removed.popleft(), "its key is no longer authorized")
+                await anyio.sleep(POLL_SECONDS)
+        finally:
+            unsubscribe()
+
+
+def _may_be_dialled(connection: Connection) -> bool:
+    # Programs come and go under ever new keys: nobody will look for one that came in.
+    return connection.outbound or connection.peer.delegation is None
+
+
+def _load_tensors() -> Tensors:
+    # Imports torch: not for a program that only dials, and not in the middle of a running loop.
+    from mesh.tensors import Tensors
+
+    return Tensors()
+
+
+def _home(home: Home | str | os.PathLike[str] | None) -> Home:
+    return home if isinstance(home, Home) else Home(home)

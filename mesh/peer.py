@@ -1,0 +1,189 @@
+"""Another node as a program sees it, and a tensor that lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from auth import NodeId
+from transport import CborValue, Connection
+
+if TYPE_CHECKING:
+    import torch
+
+    import tensor_bridge
+    from mesh.node import Node
+    from tensor_bridge import ProgressCallback, TensorClient
+
+__all__ = ["Peer", "TensorRef"]
+
+MOVE_TIMEOUT = 600.0
+"""Default limit in seconds for a whole move. A link that stalls ends it far sooner."""
+
+
+class Peer:
+    """One other node. Made by `Node.connect`; good for as long as the node is open.
+
+    Everything that uses a node shares its one connection to a peer. When that broke, the next
+    operation dials again, at the addresses that are known by then.
+    """
+
+    def __init__(self, node: Node, node_id: NodeId) -> None:
+        self._node = node
+        self.node_id = node_id
+
+    def __repr__(self) -> str:
+        return f"<mesh.Peer {self.label}>"
+
+    @property
+    def label(self) -> str:
+        """The name for messages: the petname with the short id, or the short id alone."""
+        return self._node.label(self.node_id)
+
+    async def connection(self, *, timeout: float | None = None) -> Connection:
+        """Return the open connection to the peer, for an application's own streams and calls.
+
+        Raises:
+            Unreachable, AccessDenied, UnknownPeer: as `Node.connect`.
+        """
+        return await self._node.dial(self.node_id, timeout=timeout)
+
+    async def ping(self, *, timeout: float = 3.0) -> float:
+        """Return the round trip to the peer and back in seconds.
+
+        Raises:
+            DeadlineExceeded: no answer within `timeout`, over a connection that still stands.
+            Unreachable, PeerLost, ConnectionClosed, AccessDenied: there is no connection.
+        """
+        connection = await self.connection()
+        return await connection.ping(timeout)
+
+    async def info(self, *, timeout: float = 10.0) -> dict[str, CborValue]:
+        """Return what the peer says of itself: version, boot, host, uptime, devices, counts."""
+        connection = await self.connection()
+        reply = await connection.call("node.info", None, timeout=timeout)
+        return reply if isinstance(reply, dict) else {}
+
+    async def put(
+        self,
+        tensor: torch.Tensor,
+        name: str | None = None,
+        *,
+        timeout: float = MOVE_TIMEOUT,
+        progress: ProgressCallback | None = None,
+    ) -> TensorRef:
+        """Copy a tensor into the peer's memory.
+
+        Args:
+            tensor: any dtype, shape and strides; a view moves only its own elements.
+            name: a name to find it by, unique among this node's tensors at the peer.
+            timeout: seconds for the whole move, broken links and retries included.
+            progress: called as bytes are acknowledged.
+
+        Raises:
+            QuotaExceeded: the peer has no room for it.
+            UnsupportedTensor: its elements are not plain bytes in memory.
+            DeadlineExceeded, AccessDenied: it did not arrive.
+        """
+        client = await self.tensors()
+        ref = await client.put(tensor, name=name, timeout=timeout, progress=progress)
+        return TensorRef(self, ref)
+
+    async def create(
+        self,
+        fill: str,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        name: str | None = None,
+        timeout: float = MOVE_TIMEOUT,
+    ) -> TensorRef:
+        """Have the peer make a tensor in its own memory; no payload travels.
+
+        Args:
+            fill: ``"zeros"``, ``"ones"``, ``"rand"``, ``"randn"`` or ``"arange"``.
+            shape: sizes in elements.
+            dtype: by default float32.
+            seed: where the random fills start.
+            name: as in `put`.
+            timeout: seconds for all of it.
+
+        Raises:
+            QuotaExceeded: the peer has no room for it.
+            UnsupportedTensor: torch has no such fill for `dtype`.
+            AccessDenied: the peer does not allow it.
+        """
+        client = await self.tensors()
+        options = {} if dtype is None else {"dtype": dtype}
+        ref = await client.create(fill, shape, seed=seed, name=name, timeout=timeout, **options)
+        return TensorRef(self, ref)
+
+    async def tensors(self) -> TensorClient:
+        """Return what moves tensors to and from the peer, for more than `put` and `TensorRef` do.
+
+        Raises:
+            Unreachable, AccessDenied, UnknownPeer: as `Node.connect`.
+        """
+        from tensor_bridge import TensorClient  # imports torch
+
+        return TensorClient(await self.connection(), reconnect=self.connection)
+
+    async def close(self) -> None:
+        """Close the connection, once what was sent is acknowledged. A later use dials again."""
+        connection = self._node.endpoint.connection(self.node_id)
+        if connection is not None:
+            await connection.close(reason="left")
+
+
+class TensorRef:
+    """A tensor in a peer's memory, which keeps it until `delete` or until this node leaves."""
+
+    def __init__(self, peer: Peer, ref: tensor_bridge.TensorRef) -> None:
+        self.peer = peer
+        self.ref = ref
+
+    def __repr__(self) -> str:
+        return f"<mesh.TensorRef {self.ref} at {self.peer.label}>"
+
+    async def get(
+        self, *, timeout: float = MOVE_TIMEOUT, progress: ProgressCallback | None = None
+    ) -> torch.Tensor:
+        """Fetch a copy of the tensor.
+
+        Raises:
+            NoSuchTensor: it was deleted.
+            TensorChanged: it was written to meanwhile.
+            DeadlineExceeded, AccessDenied: it did not arrive.
+        """
+        client = await self.peer.tensors()
+        return await client.get(self.ref, timeout=timeout, progress=progress)
+
+    async def copy_to(
+        self,
+        target: Peer,
+        *,
+        timeout: float = MOVE_TIMEOUT,
+        progress: ProgressCallback | None = None,
+    ) -> TensorRef:
+        """Let `target` fetch the tensor straight from where it lies; no byte of it passes here.
+
+        The owner mints a capability for the target alone and for this one read, and the target
+        fetches only if its own authorizer admits both this order and that source.
+
+        Raises:
+            AccessDenied, TokenRefused: one of the two did not agree; ``peer`` says which.
+            NoSuchTensor, TensorChanged, QuotaExceeded, DeadlineExceeded: as `get`.
+        """
+        source, destination = await self.peer.tensors(), await target.tensors()
+        ref = await source.copy_to(self.ref, destination, timeout=timeout, progress=progress)
+        return TensorRef(target, ref)
+
+    async def delete(self, *, timeout: float = 30.0) -> None:
+        """Have the peer let go of the tensor.
+
+        Raises:
+            NoSuchTensor: it was gone already.
+        """
+        client = await self.peer.tensors()
+        await client.delete(self.ref, timeout=timeout)

@@ -1,0 +1,140 @@
+"""The command in real processes, each machine with a temporary home."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Daemon", "Machine"]
+
+START_SECONDS = 40.0
+"""Most of a start is PyTorch, and the machine's cores are shared."""
+
+
+class Daemon:
+    """A running ``mesh up``, line by line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._new: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
+        """Return the first match of `pattern` in a line, past or to come."""
+        for line in self.lines:
+            if match := re.search(pattern, line):
+                return match
+        deadline = time.monotonic() + seconds
+        while True:
+            line = self._next(pattern, deadline - time.monotonic())
+            if match := re.search(pattern, line):
+                return match
+
+    @property
+    def ticket(self) -> str:
+        return self.wait_for(r"^  mesh join (mesh1\w+)$")[1]
+
+    @property
+    def python_line(self) -> str:
+        return self.wait_for(r"^  (with mesh\.blocking\..*)$")[1]
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 20.0) -> int:
+        """Wait for the end; return the exit code."""
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def _next(self, pattern: str, seconds: float) -> str:
+        try:
+            line = self._new.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            line = None
+        if line is None:
+            raise AssertionError(f"no line matched {pattern!r} in:\n" + "\n".join(self.lines))
+        return line
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self._new.put(self.lines[-1])
+        self._new.put(None)
+
+
+class Machine:
+    """A home, and the command in it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def start(self, *arguments: str, bind: str | None = "127.0.0.1:0") -> subprocess.Popen[str]:
+        where = () if bind is None else ("--bind", bind)
+        return subprocess.Popen(
+            [*self._command, "up", *where, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @contextmanager
+    def up(self, *arguments: str, bind: str | None = "127.0.0.1:0") -> Iterator[Daemon]:
+        """Run ``mesh up`` during the block, which begins when it is reachable."""
+        with self.start(*arguments, bind=bind) as process:
+            daemon = Daemon(process)
+            try:
+                daemon.wait_for("Ctrl.C to leave")
+                yield daemon
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGCONT)
+                    process.kill()
+
+    def run(
+        self, *arguments: str, code: int | None = 0, seconds: float = 40.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command, expect an exit code and no traceback."""
+        done = subprocess.run(
+            [*self._command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        told = f"rc {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert code is None or done.returncode == code, told
+        assert "Traceback" not in told, told
+        return done
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.run(*arguments, "--json").stdout)
+
+    def python(self, code: str, *, seconds: float = 40.0) -> subprocess.CompletedProcess[str]:
+        """Run a program on this machine."""
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"MESH_HOME": str(self.home)},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+
+    @property
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "mesh", "--home", str(self.home)]

@@ -1,0 +1,60 @@
+"""Starts ranks as real processes and collects what they print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+DEADLINE = 50.0
+
+
+class Rank:
+    """One process of `tests.mesh.distributed.worker`."""
+
+    def __init__(self, scenario: str, rank: int, size: int, store: Path) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.mesh.distributed.worker",
+                scenario,
+                *(str(rank), str(size), str(store)),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_ready(self) -> None:
+        """Wait for the line "ready"."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n", self.process.communicate()[1]
+
+    def result(self) -> Any:
+        """Wait for a clean and quiet end, and return what was printed."""
+        out, errors = self.process.communicate(timeout=DEADLINE)
+        assert self.process.returncode == 0, errors
+        assert errors == ""
+        return json.loads(out.splitlines()[-1])
+
+
+def start(scenario: str, size: int, tmp_path: Path) -> list[Rank]:
+    store = tmp_path / f"store-{time.monotonic_ns()}"
+    return [Rank(scenario, rank, size, store) for rank in range(size)]
+
+
+def run(scenario: str, size: int, tmp_path: Path) -> list[Any]:
+    """Run a scenario on `size` ranks, each of which must end cleanly; return their results."""
+    ranks = start(scenario, size, tmp_path)
+    try:
+        return [rank.result() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.communicate()

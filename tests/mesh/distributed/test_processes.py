@@ -1,0 +1,108 @@
+"""torch.distributed over the mesh between real processes: training, objects, subgroups, death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.mesh.distributed import processes
+from tests.mesh.distributed.worker import Model, batches
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+
+def test_training_in_two_processes_equals_training_in_each(tmp_path: Path) -> None:
+    """Batch statistics are each rank's own, so the reference averages two models step by step."""
+    states = processes.run("ddp", 2, tmp_path)
+    reference = averaged_training(2)
+    assert states[0].keys() == reference.state_dict().keys()
+    for name, value in reference.state_dict().items():
+        expected = value.double().flatten()
+        found = torch.tensor(states[0][name], dtype=torch.float64)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6), name
+    for name, _ in reference.named_parameters():
+        assert states[0][name] == states[1][name]
+    # Buffers of rank 0 were brought to all ranks before each step, of whatever type.
+    assert states[1]["mask"] == [1.0, 0.0] * 4
+    assert states[1]["scale"] == [1.0, 1.0]
+
+
+def test_gradients_over_many_buckets_are_the_mean(tmp_path: Path) -> None:
+    assert max(processes.run("ddp_static_buckets", 2, tmp_path)) < 1e-6
+
+
+def test_object_collectives(tmp_path: Path) -> None:
+    expected = [[0, 1, 2], [0, 1000, 2000], [{"from": 2}, [2, 2, 2]]]
+    assert processes.run("objects", 3, tmp_path) == [expected] * 3
+
+
+def test_subgroups_with_their_own_timeout(tmp_path: Path) -> None:
+    assert processes.run("subgroups", 3, tmp_path) == [[7, 4, 9], [2, 9], [7, 4, 9]]
+
+
+def test_a_group_can_be_left_and_formed_again_over_one_store(tmp_path: Path) -> None:
+    assert processes.run("again", 2, tmp_path) == [[1, 3, 5]] * 2
+
+
+def test_a_failing_all_reduce_makes_backward_raise(tmp_path: Path) -> None:
+    result = processes.run("doomed_backward", 2, tmp_path)
+    assert result[1] == "aborted"
+    step, kind, text = result[0]
+    assert step >= 2
+    assert kind == "RuntimeError"
+    assert "rank 1" in text
+    assert "aborted" in text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path, size: int) -> None:
+    ranks = processes.start("killed", size, tmp_path)
+    try:
+        for rank in ranks:
+            rank.wait_ready()
+        time.sleep(0.3)  # somewhere in the middle of an all-reduce
+        killed_at = time.time()
+        os.kill(ranks[-1].process.pid, signal.SIGKILL)
+        for rank in ranks[:-1]:
+            kind, text, blamed, raised_at, burnt = rank.result()
+            assert kind == "RankLost"
+            assert blamed == [size - 1]
+            assert f"rank {size - 1} (" in text
+            assert "all_reduce #" in text
+            assert raised_at - killed_at < 4
+            assert burnt < 0.05, "a survivor spins"
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.communicate()
+
+
+def test_exit_without_leaving_is_clean_and_quiet(tmp_path: Path) -> None:
+    assert processes.run("fall_off", 5, tmp_path) == [True] * 5
+
+
+def averaged_training(size: int) -> Model:
+    """Train as many models as ranks on their parts of the data, and average the gradients."""
+    models = [Model() for _ in range(size)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    parts = [batches(rank, size) for rank in range(size)]
+    for step in range(len(parts[0])):
+        for model in models[1:]:  # buffers are rank 0's at the start of every step
+            for own, first in zip(model.buffers(), models[0].buffers(), strict=True):
+                own.copy_(first)
+        for model, part in zip(models, parts, strict=True):
+            inputs, targets = part[step]
+            model.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            mean = sum(parameter.grad for parameter in parameters) / size
+            for parameter in parameters:
+                parameter.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return models[0]

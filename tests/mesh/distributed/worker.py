@@ -1,0 +1,221 @@
+"""One rank as a real process: ``python -m tests.mesh.distributed.worker SCENARIO RANK SIZE FILE``.
+
+A scenario returns what the test compares; it goes to standard output as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mesh.blocking
+import mesh.distributed
+from auth import SecretKey, allow_any
+from tests.mesh.distributed.nodes import LOOPBACK
+
+STEPS = 4
+
+
+class Model(nn.Module):
+    """A small network with batch statistics and buffers of unusual types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+        self.register_buffer("mask", torch.tensor([True, False] * 4))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs)).relu()
+        return self.last(hidden * self.mask) * self.scale.float()
+
+
+def batches(rank: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a rank's part of the data; rank -1 stands for all of it."""
+    generator = torch.Generator().manual_seed(5)
+    whole = [
+        (torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator))
+        for _ in range(STEPS)
+    ]
+    return whole if rank < 0 else [(x.chunk(size)[rank], y.chunk(size)[rank]) for x, y in whole]
+
+
+def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ddp(rank: int, size: int) -> Any:
+    model = Model()
+    if rank:
+        with torch.no_grad():  # the wrapper must bring rank 0's state to all
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    train(wrapped, batches(rank, size))
+    state = {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+    dist.destroy_process_group()
+    return state
+
+
+def ddp_static_buckets(rank: int, size: int) -> Any:
+    """Average gradients over many small buckets, twice; compare with the mean of both ranks'."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    inputs = torch.randn(size, 4, 16, generator=torch.Generator().manual_seed(2))
+    wrapped(inputs[rank]).square().mean().backward()
+    mine = [parameter.grad.clone() for parameter in model.parameters()]
+    local = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    local.load_state_dict(model.state_dict())
+    for each in inputs:
+        (local(each).square().mean() / size).backward()
+    pairs = zip(mine, local.parameters(), strict=True)
+    return max((got - parameter.grad).abs().max().item() for got, parameter in pairs)
+
+
+def objects(rank: int, size: int) -> Any:
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (rank * 1000)})
+    sent = [{"from": rank}, [rank] * 3]
+    dist.broadcast_object_list(sent, src=size - 1)
+    dist.destroy_process_group()
+    return [[one["rank"] for one in gathered], [len(one["text"]) for one in gathered], sent]
+
+
+def subgroups(rank: int, size: int) -> Any:
+    evens = dist.new_group(list(range(0, size, 2)), timeout=timedelta(seconds=7))
+    everyone = dist.new_group()
+    found = []
+    tensor = torch.tensor([float(rank + 1)])
+    if rank % 2 == 0:
+        dist.all_reduce(tensor, group=evens)
+        found.append(evens._engine.timeout)
+    found.append(tensor.item())
+    again = torch.tensor([1.0])
+    dist.all_reduce(again, group=everyone)
+    dist.destroy_process_group(everyone)
+    dist.all_reduce(again)
+    found.append(again.item())
+    dist.destroy_process_group()
+    return found
+
+
+def again(rank: int, size: int) -> Any:
+    """Leave the group and form it anew, over the same store and under the same name."""
+    found = []
+    for turn in range(3):
+        tensor = torch.tensor([float(rank + turn)])
+        dist.all_reduce(tensor)
+        found.append(tensor.item())
+        dist.destroy_process_group()
+        if turn < 2:
+            form(rank, size)
+    return found
+
+
+def doomed_backward(rank: int, size: int) -> Any:
+    """Rank 1 goes away in the middle of a training: rank 0's backward must raise."""
+    model = nn.Linear(64, 64)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in range(10):
+        loss = wrapped(torch.ones(2, 64)).sum()
+        if rank == 1 and step == 2:
+            dist.group.WORLD.abort()
+            return "aborted"
+        try:
+            loss.backward()
+        except Exception as error:
+            return [step, type(error).__name__, str(error)]
+    return "nothing raised"
+
+
+def killed(rank: int, size: int) -> Any:
+    """All-reduce for ever; the test kills the last rank."""
+    tensor = torch.ones(200_000)
+    dist.all_reduce(tensor)
+    print("ready", flush=True)
+    try:
+        while True:
+            dist.all_reduce(tensor)
+    except Exception as error:
+        raised_at = time.time()
+        time.sleep(1)  # what was on its way arrives and is dropped
+        cpu = time.process_time()
+        time.sleep(1)
+        burnt = time.process_time() - cpu
+        ranks = list(getattr(error, "ranks", ()))
+        return [type(error).__name__, str(error), ranks, raised_at, burnt]
+
+
+def fall_off(rank: int, size: int) -> Any:
+    """Leave neither the group nor the node: the interpreter must still end well."""
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, async_op=True)
+    return tensor[0].item() >= size
+
+
+def bandwidth(rank: int, size: int) -> Any:
+    found = {}
+    for numel in (256, 1 << 18, 1 << 22):
+        tensor = torch.ones(numel)
+        dist.all_reduce(tensor)
+        turns = 100 if numel == 256 else 5
+        began = time.monotonic()
+        for _ in range(turns):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        found[numel * 4] = (time.monotonic() - began) / turns
+    dist.destroy_process_group()
+    return found
+
+
+def form(rank: int, size: int) -> None:
+    dist.init_process_group(
+        "mesh",
+        store=_store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=30),
+    )
+
+
+def main(scenario: str, rank: int, size: int, path: str) -> None:
+    global _store
+    torch.set_num_threads(1)
+    _store = dist.FileStore(str(Path(path)), size)
+    node = mesh.blocking.Node.embedded(
+        key=SecretKey.generate(), authorizer=allow_any(), config=LOOPBACK, tensors=False
+    )
+    node.open()
+    with mesh.distributed.use(node, job="test"):
+        form(rank, size)
+        result = globals()[scenario](rank, size)
+    print(json.dumps(result), flush=True)
+    if scenario != "fall_off":
+        node.close()
+
+
+_store: dist.Store
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

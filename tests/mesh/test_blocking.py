@@ -1,0 +1,216 @@
+"""The node for threads: same names, no ``await``, anywhere, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from auth import SecretKey, Ticket, allow_any
+from mesh import PeerState, blocking
+from mesh.errors import NodeError, UnknownPeer, Unreachable
+from tests.mesh.nodes import LOOPBACK
+from transport import EndpointConfig
+
+GONE = Ticket(SecretKey.generate().node_id, (("127.0.0.1", 9),))
+
+
+def node(*, tensors: bool = False) -> blocking.Node:
+    return blocking.Node.embedded(
+        key=SecretKey.generate(), authorizer=allow_any(), config=LOOPBACK, tensors=tensors
+    )
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[blocking.Node, blocking.Node]]:
+    with node() as here, node() as there:
+        yield here, there
+
+
+def threads_of_mesh() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("mesh-")]
+
+
+def test_peer(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    here, there = pair
+    peer = here.connect(there.ticket())
+    assert peer.node_id == there.node_id
+    assert 0 < peer.ping() < 3
+    assert peer.info()["node_id"] == str(there.node_id)
+    assert [status.state for status in here.peers()] == [PeerState.AUTHORISED]
+    assert here.label(there.node_id) == peer.label == there.node_id.short
+    peer.close()
+    assert peer.ping() > 0
+    assert there.addresses == there.ticket().addresses
+
+
+def test_tensors() -> None:
+    with node(tensors=True) as a, node(tensors=True) as b, node() as here:
+        tensor = torch.randn(300, 200).t()
+        at_a = here.connect(a.ticket()).put(tensor, "w")
+        at_b = at_a.copy_to(here.connect(b.ticket()))
+        assert torch.equal(at_b.get(), tensor)
+        assert at_b.peer.node_id == b.node_id
+        assert b.node_id.short in repr(at_b)
+        at_b.delete()
+        at_a.delete()
+
+
+def test_inside_a_running_loop(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    here, there = pair
+
+    async def cell() -> float:
+        asyncio.get_running_loop()
+        return here.connect(there.ticket()).ping()
+
+    assert anyio.run(cell) > 0
+
+
+def test_many_threads(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    here, there = pair
+    peer = here.connect(there.ticket())
+    with ThreadPoolExecutor(8) as pool:
+        assert all(rtt > 0 for rtt in pool.map(lambda _: peer.ping(timeout=10), range(64)))
+
+
+def test_on_trio() -> None:
+    with node() as there:
+        inner = node()
+        with blocking.Node(inner.node, backend="trio") as here:
+            assert here.connect(there.ticket()).ping() > 0
+
+
+def test_errors_come_through(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9"):
+        pair[0].connect(GONE, timeout=0.3)
+    with pytest.raises(UnknownPeer):
+        pair[0].connect("nobody")
+
+
+def test_close_tells_peers_and_ends_the_thread() -> None:
+    before = threads_of_mesh()
+    with node() as there:
+        here = node().open()
+        here.connect(there.ticket())
+        here.close()
+        here.close()
+        assert [status.reason for status in there.peers()] == ["left"]
+        with pytest.raises(NodeError, match="not open"):
+            here.connect(there.ticket())
+    assert threads_of_mesh() == before
+
+
+def test_failing_to_open_leaves_no_thread(tmp_path: Path) -> None:
+    before = threads_of_mesh()
+    config = EndpointConfig(bind="127.0.0.1:0", connect_timeout=0.3)
+    here = blocking.Node.client(GONE, home=tmp_path, config=config)
+    with pytest.raises(Unreachable):
+        here.open()
+    assert threads_of_mesh() == before
+    with pytest.raises(NodeError, match="opened before"):
+        here.open()
+
+
+def test_before_it_is_open() -> None:
+    with pytest.raises(NodeError, match="not open"):
+        node().connect(GONE)
+
+
+def test_from_its_own_loop(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    async def inside() -> None:
+        pair[0].peers()
+
+    with pytest.raises(NodeError, match="wait for itself"):
+        pair[0].run(inside)
+
+
+def test_handlers_are_registered_in_its_loop(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    here, there = pair
+
+    async def answer(request: object) -> str:
+        return threading.current_thread().name
+
+    async def register() -> None:
+        there.node.endpoint.register_call("app.thread", answer, scope="app")
+
+    async def call() -> object:
+        return await (await here.node.dial(there.node_id)).call("app.thread")
+
+    there.run(register)
+    here.connect(there.ticket())
+    assert here.run(call) == f"mesh-{there.node_id.short}"
+
+
+def test_interrupt_cancels_what_is_waited_for(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    here = pair[0]
+    entered, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        entered.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    def interrupt() -> None:
+        assert entered.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        here.run(wait)
+    thread.join()
+    assert cancelled.wait(10)
+    assert here.peers() == ()  # it lives on
+
+
+def test_closing_ends_waits_of_other_threads() -> None:
+    here = node().open()
+    entered = threading.Event()
+
+    async def wait() -> None:
+        entered.set()
+        await anyio.sleep_forever()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(here.run, wait)
+        assert entered.wait(10)
+        began = time.monotonic()
+        here.close()
+        with pytest.raises(NodeError, match="closed meanwhile"):
+            waiting.result(10)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_child_is_refused(pair: tuple[blocking.Node, blocking.Node]) -> None:
+    here, there = pair
+    peer = here.connect(there.ticket())
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            peer.ping()
+        except NodeError as error:
+            os.write(writer, str(error).encode())
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        here.close()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    assert f"it belongs to process {os.getpid()}, from which this one was forked" in told
+    assert peer.ping() > 0

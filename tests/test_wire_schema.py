@@ -1,0 +1,76 @@
+"""Live traffic is what docs/wire.cddl says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pycddl import Schema, ValidationError
+
+import transport.frames
+import transport.stream
+from auth import SecretKey, allow_any
+from mesh import Node
+from transport import EndpointConfig, cbor
+
+SCHEMA = Schema((Path(__file__).parents[1] / "docs" / "wire.cddl").read_text())
+CONFIG = EndpointConfig(bind="127.0.0.1:0")
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def frames(monkeypatch):
+    """Collect every frame that is taken off the wire."""
+    seen: list[bytes] = []
+
+    def decode(data, *, max_size):
+        seen.append(bytes(data))
+        return cbor.decode(data, max_size=max_size)
+
+    monkeypatch.setattr(transport.frames, "decode", decode)
+    monkeypatch.setattr(transport.stream, "decode", decode)
+    return seen
+
+
+def node():
+    return Node.embedded(key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG)
+
+
+async def test_moves_and_calls_keep_to_the_schema(frames):
+    async with node() as client, node() as a, node() as b:
+        on_a = await client.connect(a.ticket())
+        on_b = await client.connect(b.ticket())
+        await on_a.info()
+        tensor = torch.randn(3, 5, requires_grad=True).T
+        ref = await on_a.put(tensor, name="w")
+        copy = await ref.copy_to(on_b)
+        assert torch.equal(await copy.get(), tensor)
+        made = await on_a.create("arange", (4,), dtype=torch.int64)
+        await (await on_a.tensors()).list()
+        await made.delete()
+        with pytest.raises(Exception, match="none of that id"):
+            await made.get()
+        connection = await on_a.connection()
+        await connection.call("node.status")
+    for data in frames:
+        SCHEMA.validate_cbor(data)
+    kinds = {key for data in frames for key in cbor.decode(data, max_size=1 << 20)}
+    assert kinds >= {"s", "ok", "err", "sent", "received", "moved", "object"}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"s": "tensor.delete", "v": {"object": "not an id"}},
+        {"s": "tensor.read", "v": {"offset": 0}},
+        {"s": "unheard of", "v": None},
+        {"ok": {"offset": -1}},
+        {"err": {"why": "no code"}},
+        {"moved": 1, "more": 2},
+    ],
+)
+def test_the_schema_refuses_other_frames(frame):
+    with pytest.raises(ValidationError):
+        SCHEMA.validate_cbor(cbor.encode(frame, max_size=1 << 16))
