@@ -52,7 +52,7 @@ def main() -> int:
     console.print(f"The picture: [bold]{PICTURE}[/]")
     console.print(
         "\nNext: run [bold].venv/bin/mesh up[/] and type what it prints on another machine, "
-        "or in a second terminal with [bold].venv/bin/mesh --home /tmp/second join ...[/]"
+        "or in a second terminal with [bold].venv/bin/mesh --home second-node join ...[/]"
     )
     return 0
 
