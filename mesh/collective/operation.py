@@ -105,6 +105,14 @@ class Operation:
 
     def _timeout(self) -> CollectiveTimeout:
         ranks = self._awaited()
+        if not ranks:
+            return CollectiveTimeout(
+                str(self),
+                after=self._elapsed(),
+                why="its time ran out on this rank, with no other awaited: it was queued behind "
+                "earlier operations, or this process had no time to run",
+                fix="Give it more time, or the process more CPU.",
+            )
         names = ", ".join(self.exchange.label(rank) for rank in ranks)
         verb = "is" if len(ranks) == 1 else "are"
         return CollectiveTimeout(

@@ -48,7 +48,7 @@ ENDLESS = torch.zeros(()).expand(1 << 28)
 
 SHORT = MoveLimits(stall=5.0, resume=0.5, linger=0.5)
 IMPATIENT = MoveLimits(stall=0.5, resume=0.5)
-QUICK = TokenLimits(claim_seconds=1.0, progress_seconds=1.0)
+QUICK = TokenLimits(claim_seconds=2.5, progress_seconds=2.5)
 
 AT_ONCE = 0.45
 """Seconds in which nothing has expired yet."""

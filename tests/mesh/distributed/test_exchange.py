@@ -174,7 +174,7 @@ def test_timeout_names_who_sleeps_with_its_node(cluster) -> None:
             over.wait(10)
             return
         try:
-            groups[rank].allreduce([torch.ones(100_000)], None, timedelta(seconds=0.5)).wait()
+            groups[rank].allreduce([torch.ones(100_000)], None, timedelta(seconds=2)).wait()
         finally:
             over.set()
 
