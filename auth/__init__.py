@@ -34,6 +34,9 @@ from auth.grant import ADMIN, DEFAULT_SCOPES, Denial, Grant, Quotas, permits
 from auth.identity import NodeId, SecretKey, match_node
 from auth.invite import Invite, InviteBook
 from auth.keyfile import load_key, load_or_create_key, save_key
+from auth.policies import all_of, by_alpn, by_service, callback
+from auth.proof import Challenge
+from auth.shared_secret import SharedSecret
 from auth.ticket import SocketAddress, Ticket
 from auth.tokens import Capability, Claim, TokenBook, TokenFacts, TokenLimits, TokenState
 
@@ -81,8 +84,14 @@ __all__ = [
     "allow_any",
     "deny_all",
     "any_of",
+    "all_of",
+    "by_alpn",
+    "by_service",
+    "callback",
     "AuthorizedKeys",
     "AuthorizedKey",
+    "SharedSecret",
+    "Challenge",
     # capability tokens
     "TokenBook",
     "TokenFacts",

@@ -161,7 +161,7 @@ class AuthorizedKeys:
         self._invites = invites
         self._clock = clock
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[NodeId], object]] = []
+        self._subscriptions: list[tuple[_Callback, _Callback | None]] = []
         self._seen: _Stamp | None = None
         self._complaint: str | None = None
         try:
@@ -239,20 +239,31 @@ class AuthorizedKeys:
         self.poll()
         return removed
 
-    def subscribe(self, callback: Callable[[NodeId], object]) -> Callable[[], None]:
-        """Call ``callback`` with each key that leaves the file, however it left.
+    def subscribe(
+        self,
+        removed: Callable[[NodeId], object],
+        *,
+        changed: Callable[[NodeId], object] | None = None,
+    ) -> Callable[[], None]:
+        """Call back about each key that leaves the file, and each whose line says something else.
 
-        It runs in the thread that noticed, from :meth:`poll`, :meth:`authorize`, :meth:`add` or
-        :meth:`remove`; connections to close are those whose ``machine_id`` it is.
+        The callbacks run in the thread that noticed, from :meth:`poll`, :meth:`authorize`,
+        :meth:`add` or :meth:`remove`; the connections concerned are those whose ``machine_id`` it
+        is.
+
+        Args:
+            removed: called with a key that is no longer in the file, however it left.
+            changed: called with a key whose scopes or expiry are not what they were.
 
         Returns:
             What ends the subscription.
         """
-        self._callbacks.append(callback)
+        subscription = (removed, changed)
+        self._subscriptions.append(subscription)
 
         def unsubscribe() -> None:
             with contextlib.suppress(ValueError):
-                self._callbacks.remove(callback)
+                self._subscriptions.remove(subscription)
 
         return unsubscribe
 
@@ -273,14 +284,22 @@ class AuthorizedKeys:
                         complaint,
                     )
                 self._complaint = complaint
-            removed = [node_id for node_id in before if node_id not in self._keys]
-        for node_id in removed:
-            _log.info("%s is no longer authorized", node_id.short)
-            for callback in tuple(self._callbacks):
-                try:
+            now = self._keys
+        for node_id, key in before.items() if now is not before else ():
+            if node_id not in now:
+                _log.info("%s is no longer authorized", node_id.short)
+                self._tell(node_id, [removed for removed, _ in self._subscriptions])
+            elif _rights(now[node_id]) != _rights(key):
+                _log.info("%s is authorized for something else", node_id.short)
+                self._tell(node_id, [changed for _, changed in self._subscriptions])
+
+    def _tell(self, node_id: NodeId, callbacks: list[_Callback] | list[_Callback | None]) -> None:
+        for callback in callbacks:
+            try:
+                if callback is not None:
                     callback(node_id)
-                except Exception:
-                    _log.exception("a subscriber failed on the removal of %s", node_id.short)
+            except Exception:
+                _log.exception("a subscriber failed on a change of %s", node_id.short)
 
     def _standing(self, peer: PeerIdentity, now: float) -> Grant | Denial:
         machine = peer.machine_id
@@ -382,6 +401,9 @@ class AuthorizedKeys:
         return IdentityError(what, why=str(error), fix="Correct the file.")
 
 
+_Callback = Callable[[NodeId], object]
+
+
 class _NotSpent(Exception):
     """The invite was used or revoked before."""
 
@@ -401,6 +423,10 @@ def _read(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError("it is not text in UTF-8") from None
+
+
+def _rights(key: AuthorizedKey) -> tuple[tuple[str, ...], float | None]:
+    return key.scopes, key.expires_at
 
 
 def _parse_line(words: list[str]) -> AuthorizedKey:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, NoReturn, Protocol
@@ -22,6 +22,7 @@ from auth.delegation import PeerIdentity
 from auth.errors import AccessDenied, IdentityError
 from auth.grant import EVERYTHING, Denial, Grant
 from auth.identity import NodeId
+from auth.proof import Challenge
 
 __all__ = [
     "AccessRequest",
@@ -34,9 +35,11 @@ __all__ = [
     "Stage",
     "allow_any",
     "any_of",
+    "ask",
     "covered",
     "decide",
     "deny_all",
+    "parts",
 ]
 
 MAX_CREDENTIAL_BYTES = 4096
@@ -108,6 +111,8 @@ class ConnectRequest:
         credential: what it presented.
         outbound: we dialled this peer by its id; the answer is what *it* may do at us, and a denial
             means only that it may open no stream to us.
+        challenge: the way to have it prove a secret; None on a protocol that has none, and where
+            this is asked apart from a connection.
     """
 
     stage: ClassVar[Stage] = Stage.CONNECT
@@ -115,6 +120,7 @@ class ConnectRequest:
     alpn: str
     credential: Credential = field(default_factory=Credential)
     outbound: bool = False
+    challenge: Challenge | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,7 @@ async def decide(
     """
     answer: Grant | Denial = _TIMED_OUT
     with anyio.move_on_after(timeout) as scope:
-        answer = await _ask(authorizer, request, clock())
+        answer = await ask(authorizer, request, clock())
     # Also for an authorizer that swallowed the cancellation: a late yes is not a yes.
     if scope.cancel_called:
         answer = _TIMED_OUT
@@ -245,6 +251,13 @@ def any_of(*authorizers: Authorizer) -> Authorizer:
     return _AnyOf(authorizers)
 
 
+def parts(authorizer: Authorizer) -> Iterator[Authorizer]:
+    """Yield ``authorizer`` and, where it combines others, all of those, each before its own."""
+    yield authorizer
+    for part in getattr(authorizer, "authorizers", ()):
+        yield from parts(part)
+
+
 @dataclass(frozen=True, slots=True)
 class _Fixed:
     answer: Grant | Denial
@@ -260,15 +273,20 @@ class _AnyOf:
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
         denials: list[Denial] = []
         for authorizer in self.authorizers:
-            # Expiry is judged once, by decide, for all of them.
-            answer = await _ask(authorizer, request, now=None)
+            answer = await ask(authorizer, request)
             if isinstance(answer, Grant):
                 return answer
             denials.append(answer)
         return denials[0]
 
 
-async def _ask(authorizer: Authorizer, request: AccessRequest, now: float | None) -> Grant | Denial:
+async def ask(
+    authorizer: Authorizer, request: AccessRequest, now: float | None = None
+) -> Grant | Denial:
+    """Return the answer of one authorizer, which covers the request; a failure is a denial.
+
+    Expiry is judged at Unix time ``now``, or where that is None by whoever asked first.
+    """
     try:
         answer: object = await authorizer.authorize(request)
     except Exception:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 __all__ = ["ADMIN", "DEFAULT_SCOPES", "Denial", "Grant", "Quotas", "check_scopes", "permits"]
@@ -27,6 +27,8 @@ MAX_SCOPES = 64
 _MAX_SCOPE_CHARACTERS = 128
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _SCOPE = re.compile(rf"(?:{_WORD}(?::{_WORD})*(?::\*)?|\*)", re.ASCII)
+
+_Choice = Callable[[int | None, int | None], int | None]
 
 _CODE = re.compile(r"[a-z][a-z0-9-]{0,31}", re.ASCII)
 _MAX_REASON_CHARACTERS = 256
@@ -84,6 +86,14 @@ class Quotas:
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, and is {value}")
 
+    def combine(self, other: Quotas, choose: _Choice) -> Quotas:
+        """Return quotas each of which is what ``choose`` makes of the two."""
+        return Quotas(
+            max_bytes=choose(self.max_bytes, other.max_bytes),
+            max_objects=choose(self.max_objects, other.max_objects),
+            max_streams=choose(self.max_streams, other.max_streams),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -126,6 +136,20 @@ class Grant:
             self, scopes=frozenset(kept), expires_at=min(times, default=None)
         )
 
+    def meet(self, other: Grant) -> Grant:
+        """Return what both grant: common scopes, the sooner expiry, the smaller quotas."""
+        narrowed = self.restrict(other.scopes, expires_at=other.expires_at)
+        return dataclasses.replace(narrowed, quotas=self.quotas.combine(other.quotas, _smaller))
+
+    def join(self, other: Grant) -> Grant:
+        """Return what either grants: all scopes, the later expiry, the larger quotas."""
+        times = (self.expires_at, other.expires_at)
+        return Grant(
+            self.scopes | other.scopes,
+            None if None in times else max(time for time in times if time is not None),
+            self.quotas.combine(other.quotas, _larger),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Denial:
@@ -147,6 +171,14 @@ class Denial:
             raise ValueError(f"{self.code[:32]!r} is not a code; one looks like 'not-authorized'")
         if not 0 < len(self.reason) <= _MAX_REASON_CHARACTERS:
             raise ValueError(f"a reason has 1 to {_MAX_REASON_CHARACTERS} characters")
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else max(one, other)
 
 
 def _covers(granted: str, scope: str) -> bool:

@@ -315,14 +315,15 @@ class TokenBook:
         object_id: str | None = None,
         session: str | None = None,
         owner: NodeId | None = None,
+        audience: NodeId | None = None,
     ) -> int:
         """End every live token that matches all of what is given; return how many did.
 
         Raises:
             ValueError: nothing is given, which would match every token.
         """
-        if object_id is None and session is None and owner is None:
-            raise ValueError("revoke needs an object_id, a session or an owner")
+        if object_id is None and session is None and owner is None and audience is None:
+            raise ValueError("revoke needs an object_id, a session, an owner or an audience")
         with self._lock:
             matching = [
                 token
@@ -330,6 +331,7 @@ class TokenBook:
                 if object_id in (None, token.facts.object_id)
                 and session in (None, token.facts.session)
                 and owner in (None, token.facts.owner)
+                and audience in (None, token.facts.audience)
             ]
             for token in matching:
                 self._end(token, TokenState.REVOKED)

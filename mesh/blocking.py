@@ -29,7 +29,16 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 import anyio
 from anyio.from_thread import BlockingPortal
 
-from auth import DEFAULT_SCOPES, Authorizer, Invite, NodeId, SecretKey, SocketAddress, Ticket
+from auth import (
+    DEFAULT_SCOPES,
+    Authorizer,
+    Invite,
+    NodeId,
+    SecretKey,
+    SharedSecret,
+    SocketAddress,
+    Ticket,
+)
 from mesh import node as async_node
 from mesh import peer as async_peer
 from mesh.errors import NodeError
@@ -77,11 +86,21 @@ class Node:
         home: Home | str | os.PathLike[str] | None = None,
         key: SecretKey | None = None,
         scopes: Iterable[str] = DEFAULT_SCOPES,
+        credential: bytes = b"",
+        secret: SharedSecret | None = None,
         config: EndpointConfig | None = None,
     ) -> Self:
         """A program's node; see `mesh.Node.client`."""
         return cls(
-            async_node.Node.client(*tickets, home=home, key=key, scopes=scopes, config=config)
+            async_node.Node.client(
+                *tickets,
+                home=home,
+                key=key,
+                scopes=scopes,
+                credential=credential,
+                secret=secret,
+                config=config,
+            )
         )
 
     @classmethod

@@ -17,7 +17,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from auth import (
@@ -43,6 +43,9 @@ __all__ = ["Home"]
 ENVIRONMENT = "MESH_HOME"
 """Environment variable that names the state directory."""
 
+KEY_ENVIRONMENT = "MESH_KEY_PASSPHRASE"
+"""Environment variable with the passphrase of the machine's key, where that has one."""
+
 INVITE_LIFETIME = 86400.0
 """Seconds for which an invite can be used unless said otherwise."""
 
@@ -55,12 +58,21 @@ class Home:
     Args:
         path: the directory; by default ``$MESH_HOME``, or else the platform's directory for the
             user's data, as in ``~/.local/share/quicmesh``.
+        ask_passphrase: called with the key's path, once, when the key is protected and
+            ``$MESH_KEY_PASSPHRASE`` is not set; returns None where there is nobody to ask.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        ask_passphrase: Callable[[Path], str | None] | None = None,
+    ) -> None:
         self.path = _default() if path is None else Path(path).expanduser().absolute()
         self.peers = PeerBook(self.path / "peers.json")
         self.daemon_lock = FileLock(self.path / "daemon.lock")
+        self._ask_passphrase = ask_passphrase
+        self._passphrase: str | None = None
 
     def __repr__(self) -> str:
         return f"Home({str(self.path)!r})"
@@ -92,6 +104,8 @@ class Home:
     def create(self) -> SecretKey:
         """Make the directory (mode 0700) and the machine's key, where they are missing.
 
+        With ``$MESH_KEY_PASSPHRASE`` set, a key made here is protected by it.
+
         Raises:
             HomeError: the directory can't be made, or belongs to somebody else.
             KeyFileError: there is a key and it can't be used.
@@ -102,14 +116,15 @@ class Home:
             self.path.chmod(0o700)
         except OSError as error:
             raise self._unusable(error) from error
-        return load_or_create_key(self.key_path)
+        given = os.environ.get(KEY_ENVIRONMENT)
+        return load_or_create_key(self.key_path, passphrase=given or self._asked_passphrase)
 
     def key(self) -> SecretKey:
         """Return the machine's key.
 
         Raises:
             HomeError: there is none yet, or others may write into the directory.
-            KeyFileError: it is readable by others, or is not a key.
+            KeyFileError: it is readable by others, is not a key, or has another passphrase.
         """
         if not self.exists():
             raise HomeError(
@@ -118,7 +133,8 @@ class Home:
                 fix="Make one with `mesh init`, or name another home with --home or $MESH_HOME.",
             )
         self._check_owner()
-        return load_key(self.key_path)
+        given = os.environ.get(KEY_ENVIRONMENT)
+        return load_key(self.key_path, passphrase=given or self._asked_passphrase)
 
     def authorized_keys(self, machine: NodeId) -> AuthorizedKeys:
         """Return this home's authorizer: the file of keys, and invites that `machine` issued."""
@@ -169,6 +185,12 @@ class Home:
     def running(self) -> RunFile | None:
         """Return what the daemon of this home says of itself, or None if none runs."""
         return RunFile.load(self.run_path) if self.daemon_lock.is_held() else None
+
+    def _asked_passphrase(self) -> str | None:
+        # Remembered: one command reads the key several times.
+        if self._passphrase is None and self._ask_passphrase is not None:
+            self._passphrase = self._ask_passphrase(self.key_path)
+        return self._passphrase
 
     def _check_owner(self) -> None:
         if sys.platform == "win32":

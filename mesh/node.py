@@ -16,22 +16,24 @@ from auth import (
     DEFAULT_SCOPES,
     AuthorizedKeys,
     Authorizer,
+    Credential,
     Delegation,
     Invite,
     MeshError,
     NodeId,
     SecretKey,
+    SharedSecret,
     SocketAddress,
     Ticket,
     deny_all,
 )
+from auth.authorizer import parts
 from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
 from mesh.peer import Peer
 from mesh.services import register_services
 from mesh.status import PeerStatus
-from mesh.tasks import helpers
 from transport import (
     Connection,
     Endpoint,
@@ -60,7 +62,8 @@ class Node:
 
     Made by a preset, each a whole policy: `peer`, `client`, `worker`, `embedded`. Nothing is
     global, so several nodes may live in one process. Leaving the block closes every connection with
-    the reason "left", bounded in time, also when the block was cancelled.
+    the reason "left", bounded in time, also when the block was cancelled. The task that enters the
+    block should leave it, too; what happens otherwise is described at `transport.Endpoint`.
     """
 
     def __init__(
@@ -73,13 +76,19 @@ class Node:
         home: Home | None = None,
         tensors: bool = False,
         join: Iterable[Ticket | str] = (),
+        credential: bytes = b"",
+        secret: SharedSecret | None = None,
     ) -> None:
-        keys = authorizer if isinstance(authorizer, AuthorizedKeys) else None
+        files = [part for part in parts(authorizer) if isinstance(part, AuthorizedKeys)]
+        keys = files[0] if files else None
         self.home = home
         self.authorizer = authorizer
         self.directory = Directory(None if home is None else home.peers, keys)
         self.started = time.time()
         self._keys = keys
+        self._watched = tuple(files)
+        self._credential = Credential(credential)
+        self._secret = secret
         self._key = key
         self._delegation = delegation
         self._config = config or EndpointConfig()
@@ -124,6 +133,8 @@ class Node:
         home: Home | str | os.PathLike[str] | None = None,
         key: SecretKey | None = None,
         scopes: Iterable[str] = DEFAULT_SCOPES,
+        credential: bytes = b"",
+        secret: SharedSecret | None = None,
         config: EndpointConfig | None = None,
     ) -> Self:
         """A program's node: its own fresh key, admits nobody, dials `tickets` on entry.
@@ -137,11 +148,14 @@ class Node:
             home: the state directory with the machine's key and its peers book.
             key: a key of the program's own, for one that is authorized by itself.
             scopes: what the program may do at most, of what peers let the machine do.
+            credential: at most 4096 bytes, sent to each peer dialled, for its authorizer alone; a
+                ticket with an invite sends that instead.
+            secret: proved to peers that admit by a shared secret, and sent to nobody.
             config: as in `peer`.
 
         Raises:
             HomeError, KeyFileError: the state directory or its key can't be used.
-            IdentityError: `scopes` are too long in all.
+            IdentityError: `scopes` are too long in all, or `credential` is too long.
         """
         where = _home(home)
         delegation = None
@@ -154,6 +168,8 @@ class Node:
             delegation=delegation,
             home=where if where.exists() else None,
             join=tickets,
+            credential=credential,
+            secret=secret,
         )
 
     @classmethod
@@ -212,16 +228,21 @@ class Node:
         if self._stack is not None:
             raise NodeError("opening of a node", why="it was opened before", fix="Make a new one.")
         stack = self._stack = AsyncExitStack()
-        endpoint = Endpoint(self._key, self.authorizer, self._config, delegation=self._delegation)
+        endpoint = Endpoint(
+            self._key,
+            self.authorizer,
+            self._config,
+            delegation=self._delegation,
+            secret=self._secret,
+        )
         try:
             self._endpoint = await stack.enter_async_context(endpoint)
             endpoint.subscribe(self._observe)
             register_services(self)
             if self._tensors is not None:
                 await stack.enter_async_context(self._tensors.service(endpoint, self.authorizer))
-            if self._keys is not None:
-                tasks = await stack.enter_async_context(helpers())
-                tasks.start_soon(self._watch_keys, self._keys, endpoint)
+            for keys in self._watched:
+                endpoint.start_soon(self._watch_keys, keys, endpoint)
             for ticket in self._join:
                 await self.connect(ticket)
         except BaseException as error:
@@ -361,7 +382,9 @@ class Node:
         if not where.addresses and not known:
             raise self.directory.no_address(where.node_id)
         try:
-            connection = await self.endpoint.connect(where, credential=invite, timeout=timeout)
+            connection = await self.endpoint.connect(
+                where, credential=invite or self._credential.secret, timeout=timeout
+            )
         except MeshError as error:
             self.directory.failed(where.node_id, error)
             raise
@@ -379,13 +402,16 @@ class Node:
 
     async def _watch_keys(self, keys: AuthorizedKeys, endpoint: Endpoint) -> None:
         removed: deque[NodeId] = deque()
-        # Called in whichever thread notices; connections are closed here, in the loop.
-        unsubscribe = keys.subscribe(removed.append)
+        changed: deque[NodeId] = deque()
+        # Called in whichever thread notices; connections are seen to here, in the loop.
+        unsubscribe = keys.subscribe(removed.append, changed=changed.append)
         try:
             while True:
                 keys.poll()
                 while removed:
                     endpoint.revoke(removed.popleft(), "its key is no longer authorized")
+                while changed:
+                    await endpoint.reconsider(changed.popleft())
                 await anyio.sleep(POLL_SECONDS)
         finally:
             unsubscribe()

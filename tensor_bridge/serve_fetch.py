@@ -6,12 +6,22 @@ import contextlib
 
 import anyio
 
-from auth import Authorizer, FetchRequest, MeshError, TokenRefused, decide
+from auth import (
+    AccessRequest,
+    Authorizer,
+    ConnectRequest,
+    FetchRequest,
+    MeshError,
+    PeerIdentity,
+    TokenRefused,
+    decide,
+)
 from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.moves import Landing, MoveLimits, deadline, persist
 from tensor_bridge.reading import read_into
 from tensor_bridge.wire import FetchOpen, Moved, Stored, encode_fetch_failure
 from transport import (
+    MESH_ALPN,
     Endpoint,
     Incoming,
     PeerAddress,
@@ -56,11 +66,7 @@ class FetchService:
         owner, stream = incoming.peer.node_id, incoming.stream
         if order.source == self._endpoint.node_id:
             raise ProtocolError("fetch of a tensor", why="its source is this node itself")
-        await decide(
-            self._authorizer,
-            FetchRequest(incoming.peer, incoming.grant, order.source, order.meta.nbytes),
-            timeout=self._endpoint.config.authorizer_timeout,
-        )
+        await self._authorize(incoming, order)
         async with self._arrivals.hold(
             owner, order.upload, order.meta, name=order.name, quotas=incoming.grant.quotas
         ) as arrival:
@@ -73,6 +79,20 @@ class FetchService:
             else:
                 arrival.failed(failure)
                 await stream.send_message(encode_fetch_failure(failure, order.source))
+
+    async def _authorize(self, incoming: Incoming, order: FetchOpen) -> None:
+        """Ask about the order, and whether the source is a node that is admitted here at all."""
+        connection = self._endpoint.connection(order.source)
+        source = order.source if connection is None else connection.peer
+        questions: list[AccessRequest] = [
+            FetchRequest(incoming.peer, incoming.grant, source, order.meta.nbytes)
+        ]
+        if connection is None or connection.grant is None:
+            peer = PeerIdentity(order.source) if connection is None else connection.peer
+            questions.append(ConnectRequest(peer, MESH_ALPN, outbound=True))
+        for question in questions:
+            timeout = self._endpoint.config.authorizer_timeout
+            await decide(self._authorizer, question, timeout=timeout)
 
     async def _fetch(self, order: FetchOpen, landing: Landing, client: Stream) -> MeshError | None:
         """Read from the source while the client is there; return what went wrong at the source.

@@ -8,7 +8,6 @@ from functools import partial
 from types import TracebackType
 
 import anyio
-import anyio.abc
 
 from auth import Authorizer, MintRequest, NodeId, TokenBook, decide
 from tensor_bridge.arrivals import Arrivals
@@ -19,7 +18,15 @@ from tensor_bridge.serve_put import PutService
 from tensor_bridge.serve_read import READ, ReadService
 from tensor_bridge.store import TensorStore
 from tensor_bridge.wire import PAGE, ListCall, Listed, Listing, MintCall, Minted, ObjectCall
-from transport import CborValue, Endpoint, EndpointEvent, Incoming, PeerJoined, PeerLeft
+from transport import (
+    CborValue,
+    Endpoint,
+    EndpointEvent,
+    Incoming,
+    PeerJoined,
+    PeerLeft,
+    PeerRevoked,
+)
 
 __all__ = ["DELETE_CALL", "INFO_CALL", "LIST_CALL", "MINT_CALL", "TensorService"]
 
@@ -66,6 +73,7 @@ class TensorService:
         self._authorizer = authorizer
         self._clock = clock
         self._left_at: dict[NodeId, float] = {}
+        self._machines: dict[NodeId, NodeId] = {}
         for service in (
             PutService(self.arrivals, self.limits),
             ReadService(store, tokens, self.limits),
@@ -80,9 +88,8 @@ class TensorService:
         endpoint.subscribe(self._observe)
 
     async def __aenter__(self) -> TensorService:
-        self._tasks = anyio.create_task_group()
-        await self._tasks.__aenter__()
-        self._tasks.start_soon(self._keep_sweeping)
+        self._sweeping = anyio.CancelScope()
+        self._endpoint.start_soon(self._keep_sweeping)
         return self
 
     async def __aexit__(
@@ -92,9 +99,7 @@ class TensorService:
         traceback: TracebackType | None,
     ) -> None:
         self.arrivals.close()
-        self._tasks.cancel_scope.cancel()
-        # The block's own error passes by the task group, which would wrap it in an ExceptionGroup.
-        await self._tasks.__aexit__(None, None, None)
+        self._sweeping.cancel()
 
     def sweep(self) -> None:
         """Clear away what has expired by now."""
@@ -110,22 +115,37 @@ class TensorService:
     def forget(self, owner: NodeId) -> None:
         """Let go of everything that belongs to `owner`: tensors, arrivals, tokens."""
         self._left_at.pop(owner, None)
+        self._machines.pop(owner, None)
         self.tokens.revoke(owner=owner)
         self.arrivals.drop_owner(owner)
         self.store.delete_owner(owner)
 
     async def _keep_sweeping(self) -> None:
-        while True:
-            await anyio.sleep(SWEEP_SECONDS)
-            self.sweep()
+        with self._sweeping:
+            while True:
+                await anyio.sleep(SWEEP_SECONDS)
+                self.sweep()
 
     def _observe(self, event: EndpointEvent) -> None:
-        if isinstance(event, PeerJoined):
-            self._left_at.pop(event.connection.peer.node_id, None)
-        elif isinstance(event, PeerLeft):
-            peer = event.connection.peer.node_id
-            if self._endpoint.connection(peer) is None:
-                self._left_at[peer] = self._clock()
+        match event:
+            case PeerJoined(connection):
+                peer = connection.peer
+                self._left_at.pop(peer.node_id, None)
+                self._machines[peer.node_id] = peer.machine_id
+            case PeerLeft(connection):
+                if self._endpoint.connection(connection.peer.node_id) is None:
+                    self._left_at[connection.peer.node_id] = self._clock()
+            case PeerRevoked(node_id):
+                self._revoke(node_id)
+
+    def _revoke(self, node_id: NodeId) -> None:
+        """Let go of everything of a node and of its programs, and of what others let them read."""
+        programs = [peer for peer, machine in self._machines.items() if machine == node_id]
+        for peer in {node_id, *programs}:
+            self.tokens.revoke(audience=peer)
+            self.forget(peer)
+            # A handler that is just being cancelled may still finish something.
+            self._left_at[peer] = self._clock()
 
     async def _mint(self, incoming: Incoming) -> CborValue:
         call, peer = MintCall.decode(incoming.value), incoming.peer

@@ -8,9 +8,10 @@ import pytest
 import torch
 from pycddl import Schema, ValidationError
 
+import transport.challenge
 import transport.frames
 import transport.stream
-from auth import SecretKey, allow_any
+from auth import AccessDenied, SecretKey, SharedSecret, allow_any
 from mesh import Node
 from transport import EndpointConfig, cbor
 
@@ -31,6 +32,7 @@ def frames(monkeypatch):
 
     monkeypatch.setattr(transport.frames, "decode", decode)
     monkeypatch.setattr(transport.stream, "decode", decode)
+    monkeypatch.setattr(transport.challenge, "decode", decode)
     return seen
 
 
@@ -60,9 +62,26 @@ async def test_moves_and_calls_keep_to_the_schema(frames):
     assert kinds >= {"s", "ok", "err", "sent", "received", "moved", "object"}
 
 
+async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
+    secret = SharedSecret(bytes(32), scopes=["*"])
+    one = Node.embedded(key=SecretKey.generate(), authorizer=secret, config=CONFIG, tensors=False)
+    two = Node.embedded(key=SecretKey.generate(), authorizer=secret, config=CONFIG, tensors=False)
+    async with one, two, node() as stranger:
+        await one.connect(two.ticket())
+        with pytest.raises(AccessDenied):
+            await stranger.connect(two.ticket())
+    for data in frames:
+        SCHEMA.validate_cbor(data)
+    values = [cbor.decode(data, max_size=1 << 20) for data in frames]
+    assert {key for value in values for key in value} >= {"challenge", "nonce", "ok", "err"}
+    assert any("proof" in value.get("ok", {}) for value in values)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
+        {"challenge": bytes(31)},
+        {"nonce": bytes(32)},
         {"s": "tensor.delete", "v": {"object": "not an id"}},
         {"s": "tensor.read", "v": {"offset": 0}},
         {"s": "unheard of", "v": None},

@@ -29,7 +29,8 @@ from transport.errors import (
     TransportError,
     Unreachable,
 )
-from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused
+from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused, PeerRevoked
+from transport.protocol.newcomers import NewcomerRules, Rate
 from transport.services import Incoming
 from transport.stream import Stream
 
@@ -39,6 +40,8 @@ __all__ = [
     # a node on the network
     "Endpoint",
     "EndpointConfig",
+    "NewcomerRules",
+    "Rate",
     "PeerAddress",
     "parse_address",
     "format_address",
@@ -54,6 +57,7 @@ __all__ = [
     "PeerJoined",
     "PeerLeft",
     "PeerRefused",
+    "PeerRevoked",
     # errors, and how they travel
     "AppCode",
     "encode_error",

@@ -14,6 +14,7 @@ import anyio
 from auth import (
     AccessDenied,
     Authorizer,
+    Challenge,
     ConnectRequest,
     Credential,
     Delegation,
@@ -23,14 +24,16 @@ from auth import (
     PeerIdentity,
     decide,
 )
+from auth.proof import Proof, Prover
 from transport.cbor import CborValue
+from transport.challenge import ask, prove_if_asked
 from transport.codes import code_of
 from transport.config import EndpointConfig
 from transport.connection import MESH_ALPN, Connection
 from transport.errors import DeadlineExceeded, ProtocolError, Superseded
 from transport.frames import ok_reply, parse_request
 from transport.pool import Pool
-from transport.protocol.hello import HELLO_MAX, HELLO_SERVICE, Hello, Welcome, negotiate
+from transport.protocol.hello import HELLO_MAX, HELLO_SERVICE, PROOF, Hello, Welcome, negotiate
 from transport.stream import Stream
 
 __all__ = ["Admission"]
@@ -46,6 +49,7 @@ class Admission:
     node_id: NodeId
     boot: bytes
     delegation: Delegation | None
+    secret: Prover | None
     authorizer: Authorizer
     config: EndpointConfig
     pool: Pool
@@ -67,11 +71,11 @@ class Admission:
         if not credential and self.pool.get(peer.node_id) is not None:
             raise Superseded("connection", peer=peer, why="the peer was faster to dial us")
         with self.pool.hello(peer.node_id):
-            welcome = await self._say_hello(connection, credential)
+            welcome, challenge = await self._say_hello(connection, credential)
             connection.remote_boot = welcome.boot
             connection.observed_address = welcome.observed
             self._identify(connection, self._verify(connection, welcome.delegation))
-            await self._admit_dialled(connection)
+            await self._admit_dialled(connection, challenge)
             connection.raise_if_closed("connection", "hello")
             self.pool.add(connection)
 
@@ -106,6 +110,17 @@ class Admission:
             await self._refuse(connection, stream, error)
             raise
 
+    async def reconsider(self, connection: Connection) -> None:
+        """Put what the authorizer grants the peer now in the place of what it granted before.
+
+        Raises:
+            AccessDenied: nothing. Not where we have dialled: we may go on using the peer.
+        """
+        if connection.outbound:
+            await self._admit_dialled(connection)
+        else:
+            self._admit(connection, await self._decide(connection, b""))
+
     # -- inside
 
     async def _answer(self, connection: Connection, stream: Stream, hello: Hello) -> None:
@@ -113,50 +128,82 @@ class Admission:
         connection.remote_boot = hello.boot
         self._identify(connection, self._verify(connection, hello.delegation))
         await self.pool.check_identity(connection)
-        grant = await self._decide(connection, hello.credential)
+        challenge = self._challenge(connection, stream, hello)
+        grant = await self._decide(connection, hello.credential, challenge=challenge)
         kept = await self.pool.claim(connection)
         self._admit(kept, grant)
         if kept is not connection:
             raise Superseded("connection", why="there is another one already")
-        await stream.write_answer(ok_reply(self._welcome(connection, version)))
+        await stream.write_answer(ok_reply(self._welcome(connection, version, challenge.answer)))
 
     async def _decide(
-        self, connection: Connection, credential: bytes, *, outbound: bool = False
+        self,
+        connection: Connection,
+        credential: bytes,
+        *,
+        outbound: bool = False,
+        challenge: Challenge | None = None,
     ) -> Grant:
         request = ConnectRequest(
-            connection.peer, connection.alpn, Credential(credential), outbound=outbound
+            connection.peer,
+            connection.alpn,
+            Credential(credential),
+            outbound=outbound,
+            challenge=challenge,
         )
         grant = await decide(self.authorizer, request, timeout=self.config.authorizer_timeout)
         connection.raise_if_closed("connection", "authorize")
         return grant
 
-    async def _admit_dialled(self, connection: Connection) -> None:
+    def _challenge(self, connection: Connection, stream: Stream, hello: Hello) -> Challenge:
+        async def proof() -> Proof | None:
+            if PROOF not in hello.features:
+                return None
+            return await ask(stream, dialer=connection.peer.node_id, listener=self.node_id)
+
+        return Challenge(proof)
+
+    async def _admit_dialled(
+        self, connection: Connection, challenge: Challenge | None = None
+    ) -> None:
         grant: Grant | None = None
         try:
-            grant = await self._decide(connection, b"", outbound=True)
+            grant = await self._decide(connection, b"", outbound=True, challenge=challenge)
         except AccessDenied:
             pass  # we may use the peer; it may not use us
         self._admit(connection, grant)
 
-    async def _say_hello(self, connection: Connection, credential: bytes) -> Welcome:
+    async def _say_hello(
+        self, connection: Connection, credential: bytes
+    ) -> tuple[Welcome, Challenge | None]:
         hello = Hello(
             boot=self.boot,
             delegation=None if self.delegation is None else self.delegation.encode(),
             credential=credential,
-        )
-        value = await connection.call(
-            HELLO_SERVICE, hello.to_value(), timeout=self.config.connect_timeout
-        )
-        welcome = Welcome.from_value(value)
+            features=frozenset() if self.secret is None else frozenset({PROOF}),
+        ).to_value()
+        timeout = self.config.connect_timeout
+        challenge: Challenge | None = None
+        if self.secret is None:
+            value = await connection.call(HELLO_SERVICE, hello, timeout=timeout)
+            welcome = Welcome.from_value(value)
+        else:
+            async with await connection.open_stream(
+                HELLO_SERVICE, hello, timeout=timeout
+            ) as stream:
+                welcome, challenge = await prove_if_asked(
+                    stream, self.secret, dialer=self.node_id, listener=connection.peer.node_id
+                )
         negotiate((welcome.version, welcome.version))
-        return welcome
+        return welcome, challenge
 
-    def _welcome(self, connection: Connection, version: int) -> CborValue:
+    def _welcome(self, connection: Connection, version: int, proof: bytes | None) -> CborValue:
         return Welcome(
             version=version,
             boot=self.boot,
             delegation=None if self.delegation is None else self.delegation.encode(),
             observed=connection.info.remote,
+            proof=proof,
         ).to_value()
 
     def _verify(self, connection: Connection, encoded: bytes | None) -> Delegation | None:

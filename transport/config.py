@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from transport.errors import AddressError, TransportError
+from transport.protocol.newcomers import NewcomerRules
 
 __all__ = ["EndpointConfig"]
 
@@ -70,6 +71,10 @@ class EndpointConfig:
 
     retry_threshold: int = 32
     """Half-open connections above which newcomers prove their address (RFC 9000 section 8.1.2)."""
+
+    newcomers: NewcomerRules | None = None
+    """Who may begin a handshake, by address and rate; None for everybody, within the bounds above.
+    """
 
     congestion_control: str = "cubic"
     """Congestion controller: ``"cubic"`` or ``"reno"``."""

@@ -97,6 +97,8 @@ class Connection:
 
         self._driver = driver
         self._address = address
+        self.is_admitted = False
+        """Whether the limits of a stranger have been lifted."""
         self._peer: PeerIdentity | None = None
         self._shown = b""
         self._opened_at = time.monotonic()
@@ -107,6 +109,7 @@ class Connection:
         self._max_unclaimed = 1
         self._streams_available = anyio.Event()
         self._ended = anyio.Event()
+        self._regranted = anyio.Event()
         self._flushed: anyio.Event | None = None
         self._pings: dict[int, tuple[anyio.Event, float]] = {}
         self._next_ping = 1
@@ -315,12 +318,22 @@ class Connection:
     def admit(
         self, grant: Grant | None, *, max_streams: int, window: int, stream_timeout: float
     ) -> None:
-        """Lift the limits of a stranger, as far as `grant` says."""
+        """Lift the limits of a stranger, as far as `grant` says; later, put another in its place.
+
+        A limit of streams that was given is not taken back.
+        """
         self.grant = grant
+        self.is_admitted = True
+        event, self._regranted = self._regranted, anyio.Event()
+        event.set()
         self._max_unclaimed = max_streams
         self._stream_timeout = stream_timeout
         self.core.admit(max_streams=max_streams, connection_window=window)
         self.pump()
+
+    async def wait_regranted(self) -> None:
+        """Wait until the peer is granted something else, or the connection is over."""
+        await self._regranted.wait()
 
     def serve_streams(self, incoming: Callable[[Stream], object], *, framed: bool) -> None:
         """Have `incoming` called with every stream the peer opens, those already open first."""
@@ -445,6 +458,7 @@ class Connection:
         for event, _ in self._pings.values():
             event.set()
         self._ended.set()
+        self._regranted.set()
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:
             try:

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable
 
 import anyio
-import anyio.abc
 
 from auth import AccessDenied, MeshError, SocketAddress
 from transport.addresses import PeerAddress, format_address
+from transport.background import Background
 from transport.codes import AppCode
 from transport.connection import Connection
 from transport.errors import ConnectionClosed, ConnectTimeout, IdentityInUse, Unreachable
@@ -40,7 +40,7 @@ class Dialer:
         tasks: where flights live: a caller that is cancelled must not end those of others.
     """
 
-    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, tasks: Background) -> None:
         self._tasks = tasks
         self._flights: dict[Hashable, _Flight] = {}
 

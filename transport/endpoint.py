@@ -5,14 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine
 from types import TracebackType
+from typing import Any, TypeVarTuple, Unpack
 
 import anyio
-import anyio.abc
 
-from auth import Authorizer, Delegation, Grant, MeshError, NodeId, SecretKey, SocketAddress
+from auth import (
+    AccessDenied,
+    Authorizer,
+    Delegation,
+    Grant,
+    MeshError,
+    NodeId,
+    SecretKey,
+    SharedSecret,
+    SocketAddress,
+)
+from auth.shared_secret import secret_of
 from transport.addresses import (
     PeerAddress,
     canonical_address,
@@ -21,6 +31,7 @@ from transport.addresses import (
     reachable_addresses,
 )
 from transport.admission import Admission
+from transport.background import Background
 from transport.codes import AppCode
 from transport.config import EndpointConfig
 from transport.connection import MESH_ALPN, Connection
@@ -33,7 +44,7 @@ from transport.errors import (
     TransportError,
     Unreachable,
 )
-from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused
+from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused, PeerRevoked
 from transport.pool import Pool
 from transport.protocol import ConnectionCore, Demultiplexer
 from transport.protocol.aioquic_adapter import (
@@ -43,6 +54,7 @@ from transport.protocol.aioquic_adapter import (
 )
 from transport.protocol.events import Event
 from transport.protocol.hello import BOOT_ID_LENGTH, HELLO_MAX
+from transport.protocol.newcomers import NewcomerFilter
 from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
 from transport.udp import UdpSocket
 
@@ -72,6 +84,8 @@ REDIAL_SECONDS = 0.2
 MAX_KNOWN_PEERS = 4096
 MAX_KNOWN_ADDRESSES = 16
 
+_Arguments = TypeVarTuple("_Arguments")
+
 _log = logging.getLogger("quicmesh.transport")
 
 
@@ -80,12 +94,16 @@ class Endpoint:
 
     Use it as an async context manager; it lives in the event loop that enters it, and leaving it
     closes every connection after delivering what was accepted. Several may live in one process.
+    The task that enters should be the one that leaves: another one closes everything just as well,
+    but reports it as an error as long as the first runs on, whose cancel scopes are out of order.
 
     Args:
         key: the node's identity.
         authorizer: decides who may connect and what they may do. There is no default.
         config: everything else.
         delegation: a machine's statement that `key` acts under it, shown to every peer.
+        secret: proved, never sent, to peers that ask for it; by default the one that `authorizer`
+            is or is combined of.
 
     Raises:
         AddressError: ``config.bind`` is malformed or not an address of this host.
@@ -99,6 +117,7 @@ class Endpoint:
         config: EndpointConfig | None = None,
         *,
         delegation: Delegation | None = None,
+        secret: SharedSecret | None = None,
     ) -> None:
         self.config = config or EndpointConfig()
         self.node_id: NodeId = key.node_id
@@ -108,7 +127,13 @@ class Endpoint:
         self._key = key
         self._pool = Pool(self.node_id)
         self._admission = Admission(
-            self.node_id, self.boot, delegation, authorizer, self.config, self._pool
+            self.node_id,
+            self.boot,
+            delegation,
+            secret or secret_of(authorizer),
+            authorizer,
+            self.config,
+            self._pool,
         )
         self._services = ServiceTable(
             authorizer,
@@ -119,13 +144,14 @@ class Endpoint:
         self._connections: dict[ConnectionCore, Connection] = {}
         self._known: dict[NodeId, tuple[SocketAddress, ...]] = {}
         self._observers: list[Callable[[EndpointEvent], object]] = []
-        self._stack = AsyncExitStack()
+        self._tasks = Background("an endpoint")
         self._closing = False
 
     # -- life
 
     async def __aenter__(self) -> Endpoint:
         sock = UdpSocket(self.config.bind)
+        rules = self.config.newcomers
         self._demux = Demultiplexer(
             make_listener=self._make_listener if self.config.listen else None,
             max_connections=self.config.max_connections,
@@ -133,12 +159,16 @@ class Endpoint:
             max_half_open_per_host=self.config.max_half_open_per_host,
             retry_threshold=self.config.retry_threshold,
             new_connection_id=new_connection_id,
+            newcomers=None if rules is None else NewcomerFilter(rules),
         )
         self._driver = Driver(sock, self._demux, on_event=self._on_event, on_pumped=self._pumped)
-        self._stack.callback(self._driver.close)
-        self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         self._driving = anyio.CancelScope(shield=True)
         self._dialer = Dialer(self._tasks)
+        try:
+            await self._tasks.open()
+        except BaseException:
+            self._driver.close()
+            raise
         self._tasks.start_soon(self._drive)
         return self
 
@@ -160,9 +190,10 @@ class Endpoint:
                 await self._driver.drain(min(CLOSING_SECONDS, round_trip * CLOSING_ROUND_TRIPS))
         finally:
             self._driving.cancel()
-            self._tasks.cancel_scope.cancel()
-            # The block's own error goes on as it is: a task group would wrap it into a group.
-            await self._stack.__aexit__(None, None, None)
+            try:
+                await self._tasks.close()
+            finally:
+                self._driver.close()
 
     # -- facts
 
@@ -197,6 +228,17 @@ class Endpoint:
     def subscribe(self, observer: Callable[[EndpointEvent], object]) -> None:
         """Have `observer` called in the event loop with each `EndpointEvent`."""
         self._observers.append(observer)
+
+    def start_soon(
+        self,
+        function: Callable[[Unpack[_Arguments]], Coroutine[Any, Any, object]],
+        *arguments: *_Arguments,
+    ) -> None:
+        """Run a task that serves beside the endpoint's own, until that is closed.
+
+        Its failure ends the endpoint's block.
+        """
+        self._tasks.start_soon(function, *arguments)
 
     # -- what is offered
 
@@ -305,7 +347,10 @@ class Endpoint:
         return connection
 
     def revoke(self, node_id: NodeId, reason: str) -> int:
-        """Close every connection of `node_id` and of programs it answers for; return how many."""
+        """Close every connection of `node_id` and of programs it answers for; return how many.
+
+        Observers get a `PeerRevoked` also where there was none.
+        """
         revoked = [
             connection
             for connection in self._connections.values()
@@ -313,7 +358,27 @@ class Endpoint:
         ]
         for connection in revoked:
             connection.abort(AppCode.DENIED, reason)
+        self._notify(PeerRevoked(node_id, reason))
         return len(revoked)
+
+    async def reconsider(self, node_id: NodeId) -> None:
+        """Ask the authorizer again about the connections of `node_id` and of its programs.
+
+        What it grants now holds from now on: streams under way that need more are ended, and so is,
+        at its time, a connection whose grant expires. A connection that the peer has dialled,
+        and on which it is granted nothing any more, is closed. No credential is shown again, and no
+        secret proved.
+        """
+        for connection in tuple(self._connections.values()):
+            if not (connection.is_admitted and connection.speaks_for(node_id)):
+                continue
+            try:
+                await self._admission.reconsider(connection)
+            except AccessDenied as error:
+                self._cut_off(connection, error.why or error.what)
+            except MeshError:
+                continue  # it has ended meanwhile
+            self._services.enforce(connection)
 
     # -- connections
 
@@ -391,6 +456,8 @@ class Endpoint:
     async def _receive_connection(self, connection: Connection, address: SocketAddress) -> None:
         try:
             await self._admission.receive_introduction(connection)
+        except Superseded as error:
+            _log.debug("a connection from %s gave way: %s", format_address(address), error)
         except MeshError as error:
             _log.info("refused a connection from %s: %s", format_address(address), error)
             self._notify(PeerRefused(address, connection.core.peer, error))
@@ -420,13 +487,20 @@ class Endpoint:
             elif handler is not None:
                 tasks.start_soon(self._run_protocol, handler, connection)
             while connection.closed is None and _seconds_left(connection.grant) != 0:
-                # A later hello of the peer may bring another grant meanwhile.
+                # A later hello of the peer, or the authorizer, may bring another one meanwhile.
                 with anyio.move_on_after(_seconds_left(connection.grant)):
-                    await connection.wait_closed()
-            connection.abort(AppCode.DENIED, "the grant has expired")
+                    await connection.wait_regranted()
+            if connection.closed is None:
+                self._cut_off(connection, "the grant has expired")
             # What the peer sent before it left is still to be read; what we ended is over.
             grace = 0.0 if connection.was_ended_here else HANDLER_GRACE
             tasks.cancel_scope.deadline = anyio.current_time() + grace
+
+    def _cut_off(self, connection: Connection, reason: str) -> None:
+        """Close a connection whose peer is granted nothing on it any more."""
+        connection.abort(AppCode.DENIED, reason)
+        if connection.alpn == MESH_ALPN:
+            self._notify(PeerRevoked(connection.peer.node_id, reason))
 
     async def _run_protocol(self, handler: AlpnHandler, connection: Connection) -> None:
         try:

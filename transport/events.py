@@ -10,7 +10,7 @@ from auth import MeshError, NodeId, SocketAddress
 if TYPE_CHECKING:
     from transport.connection import Connection
 
-__all__ = ["EndpointEvent", "PeerJoined", "PeerLeft", "PeerRefused"]
+__all__ = ["EndpointEvent", "PeerJoined", "PeerLeft", "PeerRefused", "PeerRevoked"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,4 +37,15 @@ class PeerRefused:
     error: MeshError
 
 
-EndpointEvent: TypeAlias = PeerJoined | PeerLeft | PeerRefused
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeerRevoked:
+    """A node, and programs that it answers for, may do nothing here any more.
+
+    Its connections are closed by now, if it had any; what is kept for it should go.
+    """
+
+    node_id: NodeId
+    reason: str
+
+
+EndpointEvent: TypeAlias = PeerJoined | PeerLeft | PeerRefused | PeerRevoked

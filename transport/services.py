@@ -11,6 +11,7 @@ import anyio
 
 from auth import AccessDenied, Authorizer, Grant, MeshError, PeerIdentity, ServiceRequest, decide
 from transport.cbor import CborValue
+from transport.codes import AppCode
 from transport.errors import ServiceUnknown, TransportError
 from transport.frames import MAX_FRAME, ok_reply, parse_request
 from transport.stream import Stream
@@ -71,6 +72,7 @@ class ServiceTable:
         self._request_timeout = request_timeout
         self._authorizer_timeout = authorizer_timeout
         self._services: dict[str, _Service] = {}
+        self._running: dict[Stream, tuple[str, anyio.CancelScope]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,8 +94,26 @@ class ServiceTable:
 
     async def serve(self, connection: Connection, stream: Stream) -> None:
         """Serve one stream of a peer's from its first frame to its end."""
+        with anyio.CancelScope() as scope:
+            try:
+                await self._serve(connection, stream, scope)
+            finally:
+                self._running.pop(stream, None)
+
+    def enforce(self, connection: Connection) -> None:
+        """End the streams under way whose scope is no longer granted on `connection`."""
+        grant = connection.grant
+        for stream, (needed, handling) in tuple(self._running.items()):
+            if stream.connection is connection and (grant is None or not grant.permits(needed)):
+                stream.reset(AppCode.DENIED)
+                handling.cancel()
+
+    async def _serve(
+        self, connection: Connection, stream: Stream, scope: anyio.CancelScope
+    ) -> None:
         try:
             service, request = await self._admit(connection, stream)
+            self._running[stream] = (service.scope, scope)
             if service.is_call:
                 await self._answer(service, request)
             else:

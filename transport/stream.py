@@ -223,7 +223,7 @@ class Stream(anyio.abc.ByteStream):
         return lost or self.connection.closed is not None
 
     async def write_request(self, data: bytes, *, fin: bool) -> None:
-        """Write the frame that opens the stream, and its end where nothing else follows."""
+        """Write a frame that is no reply, such as a request; with `fin`, end the stream as well."""
         with self._writing:
             await self._write(data, fin=fin)
 
@@ -235,7 +235,7 @@ class Stream(anyio.abc.ByteStream):
         await self.aclose()
 
     async def receive_request(self, max_size: int) -> bytes:
-        """Return the body of the frame that opened the stream."""
+        """Return the body of the next frame as it is: a request, or any frame of a hello."""
         with self._reading:
             return await self._receive_frame(max_size)
 

@@ -498,6 +498,26 @@ class TestReload:
             AuthorizedKeys(path)
         assert str(path) in str(caught.value)
 
+    def test_a_line_that_says_something_else_is_told_as_well(
+        self, keys: AuthorizedKeys, path: Path
+    ) -> None:
+        told: list[tuple[str, NodeId]] = []
+        keys.subscribe(
+            lambda node_id: told.append(("removed", node_id)),
+            changed=lambda node_id: told.append(("changed", node_id)),
+        )
+        keys.add(ALICE.node_id, "alice")
+        keys.add(BOB.node_id)
+        assert told == []
+        keys.add(ALICE.node_id, "alice", scopes=["tensor"])
+        keys.add(BOB.node_id, "bob")  # a name is no right
+        keys.add(ALICE.node_id, "alice", scopes=["tensor"], expires=2e9)
+        assert told == [("changed", ALICE.node_id)] * 2
+        told.clear()
+        write(path, f"{BOB.node_id} scopes=node")
+        keys.poll()
+        assert sorted(told) == sorted([("removed", ALICE.node_id), ("changed", BOB.node_id)])
+
     def test_a_subscriber_that_fails_does_not_stop_the_others(
         self, keys: AuthorizedKeys, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -191,3 +193,79 @@ def test_a_refusal_never_quotes_the_file(tmp_path: Path) -> None:
     broken = secret.replace(b"-----END", b"----END")
     text = refusal(write(tmp_path / "key", broken))
     assert secret.split(b"\n")[1].decode() not in text
+
+
+# -- a passphrase
+
+
+def test_a_protected_key_is_loaded_with_its_passphrase(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    key = SecretKey.generate()
+    save_key(path, key, passphrase="caf\u00e9 au lait")
+    assert b"ENCRYPTED" in path.read_bytes()
+    asked = []
+
+    def ask() -> str:
+        asked.append(path)
+        return "cafe\u0301 au lait"  # the same, as another keyboard types it
+
+    assert load_key(path, passphrase="caf\u00e9 au lait").to_bytes() == key.to_bytes()
+    assert load_key(path, passphrase=ask).to_bytes() == key.to_bytes()
+    assert load_or_create_key(path, passphrase=ask).to_bytes() == key.to_bytes()
+    assert asked == [path, path]
+
+
+def test_other_programs_can_read_it(tmp_path: Path) -> None:
+    save_key(tmp_path / "key", SecretKey.generate(), passphrase="words")
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("there is no openssl to read it")
+    command = [openssl, "pkey", "-in", str(tmp_path / "key"), "-passin", "pass:words", "-noout"]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("missing", [None, lambda: None])
+def test_a_missing_passphrase_says_where_to_give_it(
+    tmp_path: Path, missing: Callable[[], str | None] | None
+) -> None:
+    save_key(tmp_path / "key", SecretKey.generate(), passphrase="words")
+    with pytest.raises(KeyFileError, match="none was given") as caught:
+        load_key(tmp_path / "key", passphrase=missing)
+    assert str(tmp_path / "key") in str(caught.value)
+    assert "MESH_KEY_PASSPHRASE" in str(caught.value)
+
+
+def test_a_wrong_passphrase_is_told_from_a_missing_one(tmp_path: Path) -> None:
+    save_key(tmp_path / "key", SecretKey.generate(), passphrase="the right words")
+    with pytest.raises(KeyFileError, match="the passphrase is wrong") as caught:
+        load_key(tmp_path / "key", passphrase="the wrong words")
+    for words in ("the right words", "the wrong words"):
+        assert words not in str(caught.value)
+    with pytest.raises(KeyFileError, match="1 to 1023 bytes"):
+        load_key(tmp_path / "key", passphrase="")
+
+
+@pytest.mark.parametrize("words", ["", "x" * 1024])
+def test_a_passphrase_that_can_not_be_used_is_refused(tmp_path: Path, words: str) -> None:
+    with pytest.raises(KeyFileError, match="1 to 1023 bytes"):
+        save_key(tmp_path / "key", SecretKey.generate(), passphrase=words)
+    with pytest.raises(KeyFileError, match="1 to 1023 bytes"):
+        load_or_create_key(tmp_path / "key", passphrase=words)
+    assert list(tmp_path.iterdir()) == []
+    save_key(tmp_path / "key", SecretKey.generate(), passphrase="x" * 1023)
+    load_key(tmp_path / "key", passphrase="x" * 1023)
+
+
+def test_nobody_is_asked_about_a_key_that_is_not_protected(tmp_path: Path) -> None:
+    def never() -> str:
+        raise AssertionError
+
+    key = load_or_create_key(tmp_path / "key", passphrase=never)
+    assert b"ENCRYPTED" not in (tmp_path / "key").read_bytes()
+    assert load_key(tmp_path / "key", passphrase=never).node_id == key.node_id
+    assert load_key(tmp_path / "key", passphrase="whatever").node_id == key.node_id
+
+
+def test_a_new_key_is_protected_by_the_passphrase_given(tmp_path: Path) -> None:
+    key = load_or_create_key(tmp_path / "key", passphrase="words")
+    assert b"ENCRYPTED" in (tmp_path / "key").read_bytes()
+    assert load_or_create_key(tmp_path / "key", passphrase="words").node_id == key.node_id

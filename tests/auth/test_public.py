@@ -8,6 +8,8 @@ PUBLIC = {
     *("AccessRequest", "ConnectRequest", "FetchRequest", "MintRequest", "ServiceRequest"),
     *("Authorizer", "AuthorizedKey", "AuthorizedKeys", "Credential", "Stage"),
     *("allow_any", "any_of", "decide", "deny_all"),
+    *("all_of", "by_alpn", "by_service", "callback"),
+    *("Challenge", "SharedSecret"),
     *("Capability", "Claim", "TokenBook", "TokenFacts", "TokenLimits", "TokenState"),
     *("Delegation", "Invite", "InviteBook", "PeerIdentity", "SocketAddress", "Ticket"),
     *("NodeId", "SecretKey", "certificate_for", "match_node", "node_id_of_certificate"),

@@ -461,6 +461,7 @@ class TestRevoking:
                 "object": mint(book, object_id="a"),
                 "session": mint(book, session="b"),
                 "owner": mint(book, owner=OTHER),
+                "audience": mint(book, audience=OWNER),
                 "none": mint(book),
             }
 
@@ -468,12 +469,13 @@ class TestRevoking:
             "object": lambda: book.revoke(object_id="a"),
             "session": lambda: book.revoke(session="b"),
             "owner": lambda: book.revoke(owner=OTHER),
+            "audience": lambda: book.revoke(audience=OWNER),
         }.items():
             capabilities = minted()
             assert revoke() == 1
             claim.refused(capabilities.pop(name).secret)
             for capability in capabilities.values():
-                claim(capability.secret).delivered()
+                claim(capability.secret, audience=capability.facts.audience).delivered()
             assert book.counts().live == 0
 
     def test_all_that_is_given_must_match(self, book: TokenBook) -> None:

@@ -184,3 +184,36 @@ def test_secret_is_not_shown(tmp_path: Path) -> None:
     home = Home(tmp_path / "h")
     key: SecretKey = home.create()
     assert key.to_bytes().hex() not in repr(home) + repr(key)
+
+
+def test_a_key_with_a_passphrase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MESH_KEY_PASSPHRASE", "several random words")
+    key = Home(tmp_path).create()
+    assert b"ENCRYPTED" in (tmp_path / "machine.key").read_bytes()
+    assert Home(tmp_path).key().node_id == key.node_id
+    monkeypatch.setenv("MESH_KEY_PASSPHRASE", "other words")
+    with pytest.raises(KeyFileError, match="wrong"):
+        Home(tmp_path).key()
+    monkeypatch.delenv("MESH_KEY_PASSPHRASE")
+    with pytest.raises(KeyFileError, match="none was given"):
+        Home(tmp_path).key()
+    asked: list[Path] = []
+
+    def ask(path: Path) -> str:
+        asked.append(path)
+        return "several random words"
+
+    home = Home(tmp_path, ask_passphrase=ask)
+    assert home.key().node_id == home.create().node_id == key.node_id
+    assert asked == [tmp_path / "machine.key"], "once for all"
+
+
+def test_nobody_is_asked_without_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def never(path: Path) -> str:
+        raise AssertionError
+
+    monkeypatch.delenv("MESH_KEY_PASSPHRASE", raising=False)
+    home = Home(tmp_path, ask_passphrase=never)
+    assert home.create().node_id == home.key().node_id
+    monkeypatch.setenv("MESH_KEY_PASSPHRASE", "words")  # of another home
+    assert home.key().node_id == home.create().node_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -11,12 +12,19 @@ import torch
 
 from auth import (
     AccessDenied,
+    AccessRequest,
+    AuthorizedKeys,
     ConnectRequest,
+    Credential,
     Denial,
     Grant,
+    IdentityError,
     Invite,
     SecretKey,
+    SharedSecret,
     Ticket,
+    all_of,
+    callback,
     deny_all,
 )
 from mesh import Home, Node, PeerState, PeerStatus
@@ -291,6 +299,94 @@ async def test_removed_key_is_cut_off(tmp_path: Path) -> None:
         assert "no longer authorized" in str(error)
         with pytest.raises(AccessDenied, match="not among"):
             await peer.info()
+
+
+async def test_a_changed_line_takes_effect_on_the_live_connection(tmp_path: Path) -> None:
+    async with machine(tmp_path / "m") as there, node() as here:
+        assert there.home is not None
+        keys = there.home.authorized_keys(there.node_id)
+        keys.add(here.node_id, "here")
+        peer = await here.connect(there.ticket())
+        connection = await peer.connection()
+        await peer.info()
+        keys.add(here.node_id, "here", scopes=["tensor"])
+        back = there.endpoint.connection(here.node_id)
+        assert back is not None
+        await eventually(lambda: back.grant == Grant(frozenset({"tensor"})))
+        with pytest.raises(AccessDenied):
+            await peer.info()
+        keys.add(here.node_id, "here", expires=time.time() + 2)
+        await eventually(lambda: back.grant is not None and back.grant.expires_at is not None)
+        await peer.info()
+        with anyio.fail_after(5):
+            error = await connection.wait_closed()
+        assert "the grant has expired" in str(error)
+
+
+async def test_files_of_keys_are_watched_wherever_they_stand(tmp_path: Path) -> None:
+    keys = AuthorizedKeys(tmp_path / "keys")
+    both = all_of(keys, SharedSecret(b"sixteen bytes or more", scopes=["*"]))
+    shared = SharedSecret(b"sixteen bytes or more")
+    async with (
+        node(both) as there,
+        Node.client(home=tmp_path / "none", secret=shared, config=LOOPBACK) as here,
+    ):
+        keys.add(here.node_id)
+        peer = await here.connect(there.ticket())
+        connection = await peer.connection()
+        await peer.info()
+        keys.remove(here.node_id)
+        with anyio.fail_after(5):
+            await connection.wait_closed()
+
+
+async def test_a_credential_of_the_clients_reaches_the_callback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    def decision(request: AccessRequest) -> Grant | Denial:
+        if not isinstance(request, ConnectRequest):
+            return request.grant
+        if request.credential == Credential(b"open sesame"):
+            return Grant(frozenset({"node"}))
+        return Denial("password", "ask the porter")
+
+    home = tmp_path / "none"
+    async with node(callback(decision)) as there:
+        client = Node.client(credential=b"open sesame", home=home, config=LOOPBACK)
+        assert "sesame" not in repr(client.__dict__)
+        async with client:
+            peer = await client.connect(there.ticket())
+            await peer.info()
+            await peer.close()
+            await peer.info()  # shown again to the next connection
+        async with Node.client(home=home, config=LOOPBACK) as stranger:
+            with pytest.raises(AccessDenied, match="ask the porter"):
+                await stranger.connect(there.ticket())
+    assert "sesame" not in caplog.text
+    with pytest.raises(IdentityError, match="4096"):
+        Node.client(credential=bytes(4097), home=home)
+
+
+async def test_a_shared_secret_lets_clients_in_and_tensors_move(tmp_path: Path) -> None:
+    shared = SharedSecret(b"sixteen bytes or more")
+    home = tmp_path / "none"
+    async with (
+        node(shared, tensors=True) as a,
+        node(SharedSecret(b"sixteen bytes or more"), tensors=True) as b,
+        Node.client(home=home, secret=shared, config=LOOPBACK) as here,
+    ):
+        at_a = await (await here.connect(a.ticket())).put(torch.arange(7))
+        at_b = await here.connect(b.ticket())
+        with pytest.raises(AccessDenied, match="source of the fetch"):
+            await at_a.copy_to(at_b)
+        await a.connect(b.ticket())  # so that each knows that the other knows
+        copied = await at_a.copy_to(at_b)
+        assert torch.equal(await copied.get(), torch.arange(7))
+        async with Node.client(home=home, config=LOOPBACK) as stranger:
+            with pytest.raises(AccessDenied, match="shared secret"):
+                await stranger.connect(a.ticket())
 
 
 async def test_several_in_one_process() -> None:

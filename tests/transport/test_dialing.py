@@ -10,7 +10,15 @@ from contextlib import contextmanager
 import anyio
 import pytest
 
-from auth import MeshError, SecretKey, SocketAddress, allow_any
+from auth import (
+    AccessRequest,
+    ConnectRequest,
+    Grant,
+    MeshError,
+    SecretKey,
+    SocketAddress,
+    allow_any,
+)
 from tests.transport.nodes import Events, at, config, endpoint, eventually, is_idle, peer_process
 from transport import (
     AddressError,
@@ -256,6 +264,7 @@ async def test_a_closing_endpoint_dials_nobody_and_ends_flights() -> None:
 @pytest.mark.parametrize("round_", range(6))
 async def test_two_that_dial_each_other_keep_one_connection(round_: int) -> None:
     async with endpoint() as one, endpoint() as two:
+        events = Events(one), Events(two)
         mine, theirs = await together(one.connect(at(two)), two.connect(at(one)))
         assert isinstance(mine, Connection)
         assert isinstance(theirs, Connection)
@@ -267,6 +276,8 @@ async def test_two_that_dial_each_other_keep_one_connection(round_: int) -> None
         await eventually(lambda: len(one._connections) == len(two._connections) == 1)
         assert mine.is_open
         assert theirs.is_open
+        for each in events:
+            assert [type(event) for event in each.seen] == [PeerJoined], "one peer, and no quarrel"
 
 
 @pytest.mark.parametrize("delay", [0.0005, 0.001, 0.002, 0.004, 0.008, 0.015])
@@ -286,6 +297,35 @@ async def test_no_call_is_lost_whoever_is_a_little_later(delay: float) -> None:
             tasks.start_soon(use, two, one, delay)
         assert len(answers) == 12
         assert len(one.connections) == len(two.connections) == 1
+
+
+class Slow:
+    """An authorizer that admits everybody after some thought."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def authorize(self, request: AccessRequest) -> Grant:
+        if isinstance(request, ConnectRequest):
+            await anyio.sleep(self._seconds)
+            return Grant(frozenset({"*"}))
+        return request.grant
+
+
+@pytest.mark.parametrize(("thought", "other"), [(0.05, 0.05), (0.0, 0.3), (0.3, 0.0), (0.0, 1.3)])
+async def test_two_that_dial_each_other_agree_however_slow_their_authorizers(
+    thought: float, other: float
+) -> None:
+    keys = sorted((SecretKey.generate() for _ in range(2)), key=lambda key: key.node_id)
+    async with endpoint(Slow(thought), keys[0]) as one, endpoint(Slow(other), keys[1]) as two:
+        found = await together(one.connect(at(two)), two.connect(at(one)))
+        await eventually(lambda: len(one._connections) == len(two._connections) == 1)
+        for connection in found:
+            assert isinstance(connection, Connection)
+            assert connection.is_open
+            assert await connection.call("echo", 1) == 1
+        assert one.connections == (found[0],)
+        assert two.connections == (found[1],)
 
 
 async def test_a_callers_dial_ends_when_the_peer_gets_through_first() -> None:

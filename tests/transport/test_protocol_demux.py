@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tests.transport.pair import Address, End, Host, Settings, World, connect
 from transport.protocol import ConnectionCore, Dropped, Reply
-from transport.protocol.demux import _host_of
 from transport.protocol.events import ConnectionEnded, EndedBy
+from transport.protocol.newcomers import prefix_of
 
 VERSION_1 = int(QuicProtocolVersion.VERSION_1)
 FUTURE = 0x1A2A3A4A
@@ -277,9 +277,9 @@ def test_a_handshake_alone_makes_nobody_less_of_a_newcomer() -> None:
 
 
 def test_a_host_is_an_address_or_a_v6_site() -> None:
-    assert _host_of(("10.0.0.1", 1)) == _host_of(("10.0.0.1", 2)) != _host_of(("10.0.0.2", 1))
-    assert _host_of(("2001:db8::1", 1)) == _host_of(("2001:db8::ffff:1", 1))
-    assert _host_of(("2001:db8::1", 1)) != _host_of(("2001:db8:0:1::1", 1))
+    assert prefix_of(("10.0.0.1", 1)) == prefix_of(("10.0.0.1", 2)) != prefix_of(("10.0.0.2", 1))
+    assert prefix_of(("2001:db8::1", 1)) == prefix_of(("2001:db8::ffff:1", 1))
+    assert prefix_of(("2001:db8::1", 1)) != prefix_of(("2001:db8:0:1::1", 1))
 
 
 def test_a_listener_that_stops_meets_nobody_and_keeps_whom_it_has() -> None:

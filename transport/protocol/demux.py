@@ -9,7 +9,6 @@ to a stranger is smaller than what provoked it, so nothing here amplifies.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 from collections import Counter
 from collections.abc import Callable
 
@@ -25,6 +24,7 @@ from aioquic.quic.packet import (
 from aioquic.quic.retry import QuicRetryTokenHandler
 
 from transport.protocol.connection import ConnectionCore
+from transport.protocol.newcomers import NewcomerFilter, Verdict, prefix_of
 
 __all__ = ["Demultiplexer", "Dropped", "Reply"]
 
@@ -37,9 +37,6 @@ MIN_INITIAL_DATAGRAM = 1200
 """A datagram that may start a connection is at least this long (RFC 9000 section 14.1)."""
 
 SUPPORTED_VERSIONS = [int(QuicProtocolVersion.VERSION_1), int(QuicProtocolVersion.VERSION_2)]
-
-IPV6_SITE_PREFIX = 64
-"""One host has a whole /64 to send from: newcomers are counted by it."""
 
 Address = tuple[str, int]
 
@@ -77,6 +74,7 @@ class Demultiplexer:
             their address with a Retry are counted apart, so that forged ones can't shut them out.
         retry_threshold: half-open connections above which newcomers get a Retry.
         new_connection_id: makes the id under which a Retry asks to be answered.
+        newcomers: asked about every newcomer, before anything is kept of it.
     """
 
     def __init__(
@@ -88,6 +86,7 @@ class Demultiplexer:
         max_half_open_per_host: int,
         retry_threshold: int,
         new_connection_id: Callable[[int], bytes],
+        newcomers: NewcomerFilter | None = None,
     ) -> None:
         self.drops: Counter[str] = Counter()
         """How many datagrams were dropped, by reason."""
@@ -97,6 +96,7 @@ class Demultiplexer:
         self._max_half_open_per_host = max_half_open_per_host
         self._retry_threshold = retry_threshold
         self._new_connection_id = new_connection_id
+        self._newcomers = newcomers
         self._retry_tokens = QuicRetryTokenHandler()
         self._by_id: dict[bytes, ConnectionCore] = {}
         self._ids: dict[ConnectionCore, set[bytes]] = {}
@@ -164,6 +164,8 @@ class Demultiplexer:
             return core
         if self._make_listener is None:
             return self._drop("not listening")
+        if self._newcomers is not None and self._newcomers.is_refused(address):
+            return self._drop(Verdict.REFUSED.value)
         if len(data) < MIN_INITIAL_DATAGRAM:
             return self._drop("too small to start a connection")
         if version == QuicProtocolVersion.NEGOTIATION:
@@ -192,7 +194,7 @@ class Demultiplexer:
         self, header: QuicHeader, address: Address, now: float
     ) -> ConnectionCore | Reply | Dropped:
         original, retried = header.destination_cid, None
-        host = (_host_of(address), bool(header.token))
+        host = (prefix_of(address), bool(header.token))
         is_crowded = self._half_open_by_host[host] >= self._max_half_open_per_host
         if header.token:
             if is_crowded:
@@ -207,7 +209,13 @@ class Demultiplexer:
             except ValueError:
                 return self._drop("bad Retry token")
             retried = header.destination_cid
-        elif is_crowded or len(self._half_open) >= self._retry_threshold:
+            if self._judge(address, now, proved=True) is not Verdict.WELCOME:
+                return self._drop(Verdict.TOO_MANY.value)
+        elif (
+            is_crowded
+            or len(self._half_open) >= self._retry_threshold
+            or self._judge(address, now, proved=False) is Verdict.PROVE
+        ):
             return Reply(self._encode_retry(header, address, now))
         assert self._make_listener is not None
         core = self._make_listener(original, retried, address, now)
@@ -215,6 +223,11 @@ class Demultiplexer:
         self._half_open[core] = host
         self._half_open_by_host[host] += 1
         return core
+
+    def _judge(self, address: Address, now: float, *, proved: bool) -> Verdict:
+        if self._newcomers is None:
+            return Verdict.WELCOME
+        return self._newcomers.judge(address, now, proved=proved)
 
     def _encode_retry(self, header: QuicHeader, address: Address, now: float) -> bytes:
         assert header.version is not None
@@ -245,10 +258,3 @@ def _pull_invariants(data: bytes) -> tuple[int, bytes, bytes]:
     version = buffer.pull_uint32()
     destination = buffer.pull_bytes(buffer.pull_uint8())
     return version, destination, buffer.pull_bytes(buffer.pull_uint8())
-
-
-def _host_of(address: Address) -> str:
-    ip = ipaddress.ip_address(address[0].partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        return str(ipaddress.IPv6Network((ip, IPV6_SITE_PREFIX), strict=False))
-    return str(ip)

@@ -3,17 +3,35 @@
 The dialer's hello is the request on its first stream; the listener replies with a welcome, or with
 the error for which it refuses, and the stream ends. Unknown fields and features are ignored, so
 that a newer node can say more; a version range without overlap is refused with both ranges.
+
+Where the listener's authorizer wants the dialer to prove a secret, and the dialer has named the
+feature `PROOF`, a challenge comes before the reply: a frame with the listener's nonce, to which the
+dialer answers with its own nonce and its tag. The listener's tag is then in the welcome.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from auth.proof import NONCE_BYTES, TAG_BYTES
 from transport.cbor import CborValue
 from transport.errors import ProtocolError
 from transport.frames import MAX_FRAME
 
-__all__ = ["BOOT_ID_LENGTH", "HELLO_MAX", "HELLO_SERVICE", "Hello", "Welcome", "negotiate"]
+__all__ = [
+    "BOOT_ID_LENGTH",
+    "HELLO_MAX",
+    "HELLO_SERVICE",
+    "PROOF",
+    "PROOF_MAX",
+    "Hello",
+    "Welcome",
+    "challenge_value",
+    "negotiate",
+    "parse_challenge",
+    "parse_proof",
+    "proof_value",
+]
 
 HELLO_SERVICE = "mesh.hello"
 
@@ -36,6 +54,12 @@ FEATURES: frozenset[str] = frozenset()
 """Optional abilities spoken here; both sides must name one for it to be used."""
 
 MAX_FEATURES = 64
+
+PROOF = "proof"
+"""The feature of a dialer that has a shared secret to prove."""
+
+PROOF_MAX = 256
+"""Largest answer to a challenge in bytes; it takes about 80."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +111,8 @@ class Welcome:
     max_frame: int = MAX_FRAME
     observed: str = ""
     """The dialer's address as the listener sees it."""
+    proof: bytes | None = dataclasses.field(default=None, repr=False)
+    """The listener's tag, where it has asked for the dialer's."""
 
     def to_value(self) -> CborValue:
         """Return the CBOR value, which travels inside the stream's reply frame."""
@@ -99,6 +125,8 @@ class Welcome:
         }
         if self.delegation is not None:
             value["delegation"] = self.delegation
+        if self.proof is not None:
+            value["proof"] = self.proof
         return value
 
     @classmethod
@@ -112,7 +140,31 @@ class Welcome:
             features=fields.features(),
             max_frame=fields.positive("max_frame"),
             observed=fields.text("observed", MAX_ADDRESS_TEXT),
+            proof=fields.exactly("proof", TAG_BYTES) if "proof" in fields else None,
         )
+
+
+def challenge_value(nonce: bytes) -> CborValue:
+    """Return the challenge, which travels in a frame of its own before the reply."""
+    return {"challenge": nonce}
+
+
+def parse_challenge(value: CborValue) -> bytes | None:
+    """Return the listener's nonce; None if `value` is no challenge, so the reply itself."""
+    if not isinstance(value, dict) or "challenge" not in value:
+        return None
+    return _Fields(value, "challenge").exactly("challenge", NONCE_BYTES)
+
+
+def proof_value(nonce: bytes, tag: bytes) -> CborValue:
+    """Return the answer to a challenge, the second and last frame of the dialer's."""
+    return {"nonce": nonce, "proof": tag}
+
+
+def parse_proof(value: CborValue) -> tuple[bytes, bytes]:
+    """Return the dialer's nonce and its tag; `ProtocolError` says what is wrong with them."""
+    fields = _Fields(value, "answer to a challenge")
+    return fields.exactly("nonce", NONCE_BYTES), fields.exactly("proof", TAG_BYTES)
 
 
 def negotiate(theirs: tuple[int, int], ours: tuple[int, int] = VERSIONS) -> int:
@@ -136,6 +188,9 @@ class _Fields:
         self._value = value
         self._what = what
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._value
+
     def _wrong(self, name: str) -> ProtocolError:
         return ProtocolError(self._what, why=f"field {name!r} is missing or malformed")
 
@@ -149,11 +204,14 @@ class _Fields:
         name = "delegation"
         return self.binary(name, MAX_DELEGATION) if name in self._value else None
 
-    def boot(self) -> bytes:
-        value = self.binary("boot", BOOT_ID_LENGTH)
-        if len(value) != BOOT_ID_LENGTH:
-            raise self._wrong("boot")
+    def exactly(self, name: str, length: int) -> bytes:
+        value = self.binary(name, length)
+        if len(value) != length:
+            raise self._wrong(name)
         return value
+
+    def boot(self) -> bytes:
+        return self.exactly("boot", BOOT_ID_LENGTH)
 
     def text(self, name: str, limit: int) -> str:
         value = self._value.get(name)

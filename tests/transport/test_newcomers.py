@@ -1,0 +1,195 @@
+"""The filter before TLS: prefixes, rates, and where it stands."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transport.nodes import at, endpoint, eventually, is_idle
+from transport import AddressError, ConnectTimeout, NewcomerRules, Rate, TransportError
+from transport.protocol import newcomers as module
+from transport.protocol.newcomers import NewcomerFilter, Verdict
+
+WELCOME, PROVE, REFUSED, TOO_MANY = Verdict
+
+
+def at_host(host: str) -> tuple[str, int]:
+    return (host, 4433)
+
+
+def rules(**options: object) -> NewcomerFilter:
+    return NewcomerFilter(NewcomerRules(**options))  # type: ignore[arg-type]
+
+
+# -- addresses
+
+
+@pytest.mark.parametrize(
+    ("allow", "deny", "host", "refused"),
+    [
+        ((), (), "192.0.2.1", False),
+        (("192.0.2.0/24",), (), "192.0.2.1", False),
+        (("192.0.2.0/24",), (), "192.0.3.1", True),
+        (("192.0.2.0/24",), (), "2001:db8::1", True),
+        (("192.0.2.0/24", "2001:db8::/32"), (), "2001:db8::1", False),
+        ((), ("192.0.2.0/24",), "192.0.2.1", True),
+        ((), ("192.0.2.0/24",), "192.0.3.1", False),
+        (("192.0.2.0/24",), ("192.0.2.7/32",), "192.0.2.7", True),
+        (("192.0.2.0/24",), ("192.0.2.7",), "192.0.2.8", False),
+        ((), ("fe80::/10",), "fe80::1%eth0", True),
+        ((), ("192.0.2.0/24",), "::ffff:192.0.2.1", True),
+        (("0.0.0.0/0",), (), "2001:db8::1", True),
+    ],
+)
+def test_prefixes(allow: tuple[str, ...], deny: tuple[str, ...], host: str, refused: bool) -> None:
+    tested = rules(allow=allow, deny=deny)
+    assert tested.is_refused(at_host(host)) == refused
+    for proved in (False, True):
+        verdict = tested.judge(at_host(host), 0.0, proved=proved)
+        assert verdict is (REFUSED if refused else WELCOME)
+
+
+@pytest.mark.parametrize("text", ["", "here", "192.0.2.1/24", "192.0.2.0/33", "192.0.2.0/24 "])
+def test_a_malformed_prefix_is_refused_by_name(text: str) -> None:
+    with pytest.raises(AddressError, match="2001:db8::/32") as caught:
+        NewcomerRules(deny=(text,))
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [(0, 1), (-1, 1), (float("inf"), 1), (float("nan"), 1), (1, 0)])
+def test_a_rate_lets_somebody_in(rate: tuple[float, int]) -> None:
+    with pytest.raises(TransportError, match="let somebody in"):
+        Rate(*rate)
+
+
+# -- rates
+
+
+def test_a_host_has_its_burst_and_then_its_rate() -> None:
+    tested = rules(per_host=Rate(2.0, 3))
+    host, other = at_host("192.0.2.1"), at_host("192.0.2.2")
+    judge = tested.judge
+    assert [judge(host, 10.0, proved=False) for _ in range(4)] == [WELCOME] * 3 + [PROVE]
+    assert judge(other, 10.0, proved=False) is WELCOME
+    assert judge(host, 10.4, proved=False) is PROVE
+    assert judge(host, 10.5, proved=False) is WELCOME
+    assert judge(host, 10.5, proved=False) is PROVE
+    assert [judge(host, 99.0, proved=False) for _ in range(4)] == [WELCOME] * 3 + [PROVE]
+
+
+def test_forged_addresses_leave_alone_those_who_prove_theirs() -> None:
+    tested = rules(per_host=Rate(1.0, 1), in_all=Rate(1.0, 2))
+    for n in range(50):
+        tested.judge(at_host("192.0.2.1"), 0.0, proved=False)
+        tested.judge(at_host(f"192.0.2.{n}"), 0.0, proved=False)
+    assert tested.judge(at_host("192.0.2.1"), 0.0, proved=True) is WELCOME
+    assert tested.judge(at_host("192.0.2.1"), 0.0, proved=True) is TOO_MANY
+    assert tested.judge(at_host("192.0.2.2"), 0.0, proved=True) is WELCOME
+    assert tested.judge(at_host("192.0.2.3"), 0.0, proved=True) is TOO_MANY, "in all"
+
+
+def test_one_site_of_ipv6_is_one_host() -> None:
+    tested = rules(per_host=Rate(1.0, 1))
+    assert tested.judge(at_host("2001:db8::1"), 0.0, proved=False) is WELCOME
+    assert tested.judge(at_host("2001:db8::2"), 0.0, proved=False) is PROVE
+    assert tested.judge(at_host("2001:db8:0:1::2"), 0.0, proved=False) is WELCOME
+
+
+def test_who_is_refused_for_one_reason_does_not_pay_for_another() -> None:
+    tested = rules(per_host=Rate(1.0, 1), in_all=Rate(1.0, 3))
+    for _ in range(9):
+        tested.judge(at_host("192.0.2.1"), 0.0, proved=False)
+    for n in (2, 3):
+        assert tested.judge(at_host(f"192.0.2.{n}"), 0.0, proved=False) is WELCOME
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PREFIXES", 2)
+    tested = rules(per_host=Rate(1.0, 1))
+    for host in ("192.0.2.1", "192.0.2.2", "192.0.2.1", "192.0.2.3"):
+        tested.judge(at_host(host), 0.0, proved=False)
+    assert len(tested._hosts) == 2
+    assert tested.judge(at_host("192.0.2.1"), 0.0, proved=False) is PROVE, "the one heard of later"
+    assert len(rules(deny=("192.0.2.0/24",))._hosts) == 0
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("1234"), st.floats(0, 3), st.booleans()), max_size=60)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(STEPS, st.floats(0.1, 5), st.integers(1, 4))
+def test_no_host_ever_gets_more_than_its_rate(
+    steps: list[tuple[str, float, bool]], per_second: float, burst: int
+) -> None:
+    tested = rules(per_host=Rate(per_second, burst))
+    now = 100.0
+    met: dict[tuple[str, bool], list[float]] = {}
+    for host, pause, proved in steps:
+        now += pause
+        if tested.judge(at_host(f"192.0.2.{host}"), now, proved=proved) is WELCOME:
+            met.setdefault((host, proved), []).append(now)
+    for times in met.values():
+        for first in range(len(times)):
+            for last in range(first, len(times)):
+                allowed = burst + (times[last] - times[first]) * per_second
+                assert last - first + 1 <= allowed + 1e-6
+
+
+def test_a_clock_that_goes_back_gives_nothing() -> None:
+    tested = rules(per_host=Rate(1.0, 1))
+    assert tested.judge(at_host("192.0.2.1"), 100.0, proved=False) is WELCOME
+    assert tested.judge(at_host("192.0.2.1"), 50.0, proved=False) is PROVE
+    assert tested.judge(at_host("192.0.2.1"), 100.5, proved=False) is PROVE
+    assert tested.judge(at_host("192.0.2.1"), 101.0, proved=False) is WELCOME
+
+
+# -- at an endpoint
+
+
+@pytest.mark.anyio
+async def test_a_refused_address_gets_no_answer_and_makes_no_state() -> None:
+    made = 0
+
+    async with (
+        endpoint(newcomers=NewcomerRules(deny=("127.0.0.1/32",))) as node,
+        endpoint() as dialer,
+    ):
+        make = node._demux._make_listener
+
+        def counted(*arguments: object) -> object:
+            nonlocal made
+            made += 1
+            assert make is not None
+            return make(*arguments)  # type: ignore[arg-type]
+
+        node._demux._make_listener = counted  # type: ignore[assignment]
+        with pytest.raises(ConnectTimeout):
+            await dialer.connect(at(node), timeout=0.5)
+        assert node.drops["address not allowed"] >= 1
+        assert made == 0
+        assert is_idle(node)
+        # A node that refuses an address may dial it, and is then answered.
+        assert await (await node.connect(at(dialer))).call("echo", 1) == 1
+    async with (
+        endpoint(newcomers=NewcomerRules(allow=("127.0.0.0/8",))) as node,
+        endpoint() as dialer,
+    ):
+        assert await (await dialer.connect(at(node))).call("echo", 1) == 1
+
+
+@pytest.mark.anyio
+async def test_beyond_the_rate_newcomers_prove_their_address_and_then_wait() -> None:
+    few = NewcomerRules(per_host=Rate(0.01, 1))
+    async with endpoint(newcomers=few) as node, endpoint() as one, endpoint() as two:
+        first = await one.connect(at(node))
+        second = await two.connect(at(node))
+        assert first.core.quic._retry_source_connection_id is None
+        assert second.core.quic._retry_source_connection_id is not None, "it was asked to"
+        async with endpoint() as three:
+            with pytest.raises(ConnectTimeout):
+                await three.connect(at(node), timeout=0.5)
+            assert node.drops["too many newcomers"] >= 1
+        for connection in (first, second):  # whoever is in stays in
+            assert await connection.call("echo", 1) == 1
+        await eventually(lambda: len(node._connections) == 2)

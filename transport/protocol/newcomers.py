@@ -1,0 +1,170 @@
+"""Who may begin a handshake at all: addresses by prefix, and how many newcomers there may be.
+
+Asked before anything is kept of a newcomer and before any cryptography. An address on the outside
+of a datagram is a claim, so that the rates are kept twice: a flood under forged addresses uses up
+what is there for those who have not proved theirs, who are then asked to (RFC 9000 section 8.1.2),
+and leaves alone what is there for those who have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections import OrderedDict
+from enum import Enum
+
+from transport.errors import AddressError, TransportError
+
+__all__ = ["IPV6_SITE_PREFIX", "NewcomerFilter", "NewcomerRules", "Rate", "Verdict", "prefix_of"]
+
+IPV6_SITE_PREFIX = 64
+"""One host has a whole /64 to send from: newcomers are counted by it."""
+
+MAX_PREFIXES = 4096
+"""Prefixes whose newcomers are counted; the one that sent none for longest is forgotten first."""
+
+Address = tuple[str, int]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Verdict(Enum):
+    """What is to be done with a newcomer."""
+
+    WELCOME = "welcome"
+    PROVE = "prove your address"
+    REFUSED = "address not allowed"
+    TOO_MANY = "too many newcomers"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rate:
+    """A token bucket: `burst` newcomers at once, and then `per_second` of them.
+
+    Raises:
+        TransportError: one of the two lets nobody in, ever.
+    """
+
+    per_second: float
+    burst: int
+
+    def __post_init__(self) -> None:
+        if not (0 < self.per_second < float("inf") and self.burst >= 1):
+            raise TransportError("a rate of newcomers", why="it must let somebody in")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewcomerRules:
+    """Which newcomers a listener meets. A known connection is never asked about.
+
+    Args:
+        allow: prefixes such as ``192.0.2.0/24``; when there are any, others are met with silence.
+        deny: prefixes met with silence even if they are allowed.
+        per_host: newcomers of one IPv4 address, or of one IPv6 /64.
+        in_all: newcomers of all addresses together.
+
+    Raises:
+        AddressError: a prefix is malformed, or has bits beyond its length.
+    """
+
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    per_host: Rate | None = None
+    in_all: Rate | None = None
+
+    def __post_init__(self) -> None:
+        for text in (*self.allow, *self.deny):
+            _network(text)
+
+
+class NewcomerFilter:
+    """Applies `NewcomerRules`, for one socket."""
+
+    def __init__(self, rules: NewcomerRules) -> None:
+        self._rules = rules
+        self._allow = tuple(map(_network, rules.allow))
+        self._deny = tuple(map(_network, rules.deny))
+        self._hosts: OrderedDict[tuple[str, bool], _Bucket] = OrderedDict()
+        self._in_all = {proved: _Bucket(rules.in_all) for proved in (False, True)}
+
+    def is_refused(self, address: Address) -> bool:
+        """Whether datagrams from `address` are met with silence, whatever is in them."""
+        if not self._allow and not self._deny:
+            return False
+        ip = _ip(address)
+        return _is_in(ip, self._deny) or bool(self._allow and not _is_in(ip, self._allow))
+
+    def judge(self, address: Address, now: float, *, proved: bool) -> Verdict:
+        """Count a newcomer at time `now` in seconds, who has proved its address or not."""
+        if self.is_refused(address):
+            return Verdict.REFUSED
+        buckets = [self._in_all[proved], self._host(prefix_of(address), proved)]
+        if all(bucket.has_one(now) for bucket in buckets):
+            for bucket in buckets:
+                bucket.take()
+            return Verdict.WELCOME
+        return Verdict.TOO_MANY if proved else Verdict.PROVE
+
+    def _host(self, prefix: str, proved: bool) -> _Bucket:
+        key = (prefix, proved)
+        bucket = self._hosts.get(key)
+        if bucket is None:
+            if self._rules.per_host is None:
+                return _Bucket(None)
+            bucket = self._hosts[key] = _Bucket(self._rules.per_host)
+            if len(self._hosts) > MAX_PREFIXES:
+                self._hosts.popitem(last=False)
+        self._hosts.move_to_end(key)
+        return bucket
+
+
+class _Bucket:
+    """The tokens of one `Rate`; without a rate there are always some."""
+
+    __slots__ = ("_at", "_rate", "_tokens")
+
+    def __init__(self, rate: Rate | None) -> None:
+        self._rate = rate
+        self._tokens = 0.0 if rate is None else float(rate.burst)
+        self._at: float | None = None
+
+    def has_one(self, now: float) -> bool:
+        if self._rate is None:
+            return True
+        if self._at is not None and now > self._at:
+            gained = (now - self._at) * self._rate.per_second
+            self._tokens = min(float(self._rate.burst), self._tokens + gained)
+        self._at = now if self._at is None else max(now, self._at)
+        return self._tokens >= 1.0
+
+    def take(self) -> None:
+        self._tokens -= 1.0
+
+
+def prefix_of(address: Address) -> str:
+    """Return what stands for the host at `address`: its IPv4 address, or its IPv6 /64."""
+    ip = _ip(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((ip, IPV6_SITE_PREFIX), strict=False))
+    return str(ip)
+
+
+def _ip(address: Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        return ip.ipv4_mapped
+    return ip
+
+
+def _is_in(
+    ip: ipaddress.IPv4Address | ipaddress.IPv6Address, networks: tuple[Network, ...]
+) -> bool:
+    return any(ip in network for network in networks)
+
+
+def _network(text: str) -> Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise AddressError(
+            f"address prefix {text!r}", why=str(error), fix="Write 192.0.2.0/24 or 2001:db8::/32."
+        ) from None
