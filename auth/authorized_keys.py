@@ -25,7 +25,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from auth.authorizer import AccessRequest, ConnectRequest, FetchRequest, covered
-from auth.delegation import CLOCK_SKEW, PeerIdentity
+from auth.delegation import PeerIdentity
 from auth.encoding import check_time
 from auth.errors import IdentityError
 from auth.files import locked, read_file, replace_file
@@ -309,9 +309,7 @@ class AuthorizedKeys:
             grant = Grant(frozenset(key.scopes), key.expires_at)
         else:
             return _NOT_AUTHORIZED
-        if peer.delegation is not None:
-            until = peer.delegation.expires_at + CLOCK_SKEW
-            grant = grant.restrict(peer.delegation.scopes, expires_at=until)
+        grant = peer.narrow(grant)
         return _EXPIRED if grant.expired(now) else grant
 
     async def _enrol(self, request: ConnectRequest, denial: Denial, now: float) -> Grant | Denial:

@@ -188,7 +188,7 @@ async def decide(
     timeout: float = 5.0,
     clock: Callable[[], float] = time.time,
 ) -> Grant:
-    """Ask ``authorizer`` and return its grant.
+    """Ask ``authorizer`` and return its grant; for a program, as far as its delegation goes.
 
     Args:
         authorizer: who decides.
@@ -208,7 +208,8 @@ async def decide(
         answer = _TIMED_OUT
         _log.error("authorizer gave no answer within %.1f s to %r", timeout, request)
     if isinstance(answer, Grant):
-        return answer
+        # Here, so that an authorizer which only looks at the machine can't forget it.
+        return request.peer.narrow(answer)
     _log.info("denied (%s: %s): %r", answer.code, answer.reason, request)
     error = AccessDenied("access", peer=request.peer, stage=request.stage.value, why=answer.reason)
     error.denial = answer

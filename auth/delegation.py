@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from auth.encoding import CborItem, cbor_decode, cbor_encode, check_time
 from auth.errors import IdentityError
-from auth.grant import check_scopes
+from auth.grant import Grant, check_scopes
 from auth.identity import NodeId, SecretKey
 
 __all__ = ["CLOCK_SKEW", "Delegation", "PeerIdentity"]
@@ -181,6 +181,16 @@ class PeerIdentity:
     node_id: NodeId
     delegation: Delegation | None = None
     address: str = ""
+
+    def narrow(self, grant: Grant) -> Grant:
+        """Return what is left of ``grant``: for a program no more than its machine has said.
+
+        Clocks may differ by 60 s, as in :meth:`Delegation.verify`.
+        """
+        if self.delegation is None:
+            return grant
+        until = self.delegation.expires_at + CLOCK_SKEW
+        return grant.restrict(self.delegation.scopes, expires_at=until)
 
     @property
     def machine_id(self) -> NodeId:

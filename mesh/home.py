@@ -101,10 +101,10 @@ class Home:
         """Say whether this home has a key, so whether this machine is a node."""
         return self.key_path.exists()
 
-    def create(self) -> SecretKey:
+    def create(self, *, passphrase: str | None = None) -> SecretKey:
         """Make the directory (mode 0700) and the machine's key, where they are missing.
 
-        With ``$MESH_KEY_PASSPHRASE`` set, a key made here is protected by it.
+        A key made here is protected by `passphrase`, or by ``$MESH_KEY_PASSPHRASE`` if that is set.
 
         Raises:
             HomeError: the directory can't be made, or belongs to somebody else.
@@ -116,7 +116,7 @@ class Home:
             self.path.chmod(0o700)
         except OSError as error:
             raise self._unusable(error) from error
-        given = os.environ.get(KEY_ENVIRONMENT)
+        given = passphrase or os.environ.get(KEY_ENVIRONMENT)
         return load_or_create_key(self.key_path, passphrase=given or self._asked_passphrase)
 
     def key(self) -> SecretKey:
@@ -135,6 +135,10 @@ class Home:
         self._check_owner()
         given = os.environ.get(KEY_ENVIRONMENT)
         return load_key(self.key_path, passphrase=given or self._asked_passphrase)
+
+    def key_environment(self) -> dict[str, str]:
+        """Return what a child process needs in its environment so as not to ask once more."""
+        return {} if self._passphrase is None else {KEY_ENVIRONMENT: self._passphrase}
 
     def authorized_keys(self, machine: NodeId) -> AuthorizedKeys:
         """Return this home's authorizer: the file of keys, and invites that `machine` issued."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import getpass
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,7 +72,13 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    context.obj = Home(home)
+    context.obj = Home(home, ask_passphrase=_ask_passphrase)
+
+
+def _ask_passphrase(key: Path) -> str | None:
+    if not sys.stdin.isatty():
+        return None
+    return getpass.getpass(f"Passphrase of {key}: ")
 
 
 for _commands in (identity, running, peers):

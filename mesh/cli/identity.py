@@ -36,11 +36,24 @@ def add_to(app: typer.Typer) -> None:
         app.command("id" if command is show else command.__name__)(command)
 
 
-def init(context: typer.Context, json: JsonOption = False) -> None:
+def init(
+    context: typer.Context,
+    passphrase: Annotated[
+        bool, typer.Option("--passphrase", help="Ask for a passphrase to protect the new key with.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
     """Make this machine's key, unless it has one, and print its node id."""
     home: Home = context.obj
     fresh = not home.exists()
-    node_id = home.create().node_id
+    if passphrase and not fresh:
+        raise typer.BadParameter(f"there is a key already: {home.key_path}")
+    protection = (
+        typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
+        if passphrase
+        else None
+    )
+    node_id = home.create(passphrase=protection).node_id
     if json:
         json_out({"node_id": str(node_id), "home": str(home.path), "created": fresh})
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def in_background(home: Home, config: EndpointConfig) -> int:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            env=os.environ | home.key_environment(),
         )
     deadline = time.monotonic() + START_SECONDS
     while (running := home.running()) is None or running.pid != process.pid:

@@ -13,6 +13,7 @@ from auth import (
     Authorizer,
     ConnectRequest,
     Credential,
+    Delegation,
     Denial,
     FetchRequest,
     Grant,
@@ -27,6 +28,7 @@ from auth import (
     decide,
     deny_all,
 )
+from auth.delegation import CLOCK_SKEW
 
 pytestmark = pytest.mark.anyio
 
@@ -264,3 +266,17 @@ async def test_the_error_survives_a_process_boundary() -> None:
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
     assert again.denial == caught.value.denial
+
+
+async def test_a_program_gets_no_more_than_its_delegation_says_whatever_the_authorizer_grants() -> (
+    None
+):
+    machine, program = SecretKey.generate(), SecretKey.generate()
+    delegation = Delegation.issue(machine, program.node_id, ["tensor:put"], 100.0, NOW)
+    peer = PeerIdentity(program.node_id, delegation)
+    grant = await decide(allow_any(), ConnectRequest(peer, "mesh/1"), clock=lambda: NOW)
+    assert grant.permits("tensor:put")
+    assert not grant.permits("tensor:read")
+    assert grant.expires_at == NOW + 100.0 + CLOCK_SKEW
+    whole = await decide(allow_any(), ConnectRequest(PeerIdentity(NODE), "mesh/1"))
+    assert whole.permits("tensor:read")

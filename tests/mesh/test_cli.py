@@ -223,3 +223,24 @@ def test_tables_show_peers_words_as_they_are(capsys: pytest.CaptureFixture[str])
     assert "y" * 120 in shown
     mesh.cli.output.table(("a",), [], empty="none")
     assert capsys.readouterr().out == "none\n"
+
+
+def test_init_protects_a_new_key_with_a_passphrase_and_the_command_then_needs_it(
+    tmp_path, monkeypatch
+):
+    home = str(tmp_path / "home")
+    monkeypatch.delenv("MESH_KEY_PASSPHRASE", raising=False)
+
+    def run(*words, **options):
+        return CliRunner().invoke(app, ["--home", home, *words], **options)
+
+    assert run("init", "--passphrase", input="secret words\nsecret words\n").exit_code == 0
+    refused = run("id")
+    assert refused.exit_code == 2
+    assert "passphrase" in refused.stderr
+    assert run("id", env={"MESH_KEY_PASSPHRASE": "wrong"}).exit_code == 2
+    assert run("id", env={"MESH_KEY_PASSPHRASE": "secret words"}).exit_code == 0
+    again = run("init", "--passphrase", input="other\nother\n")
+    assert again.exit_code == 2
+    assert "there is a key already" in again.stderr
+    assert "secret words" not in (tmp_path / "home" / "machine.key").read_text()
