@@ -17,9 +17,9 @@ from torch import nn
 TRAIN_IMAGES = 1408
 """A multiple of the batch size: every step sees as many images on every rank."""
 
-BATCH = 64
-EPOCHS = 12
-LEARNING_RATE = 0.05
+BATCH = 88
+EPOCHS = 10
+LEARNING_RATE = 0.07
 MOMENTUM = 0.9
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import mesh
 from examples import digits
-from examples.demo.peers import PeerProcess
+from examples.demo.peers import PeerProcess, running
 from examples.demo.picture import Traffic, draw, human
 
 MOVE_BYTES = 64 << 20
@@ -39,7 +39,7 @@ def main() -> int:
         folder = Path(name)
         a, b = PeerProcess("A", folder / "a"), PeerProcess("B", folder / "b")
         step(1, "Two peer daemons, each a process with its own key; they let each other in.")
-        with a.running(), b.running():
+        with running(a, b):
             b.run("join", a.invite("peer-b"), "--name", "peer-a")
             describe(a)
             describe(b)
@@ -61,7 +61,7 @@ async def move_tensor(a: PeerProcess, b: PeerProcess, home: Path) -> Traffic:
     """Create a tensor on A, move it to B, and count the bytes at each of the three."""
     invites = [await in_thread(peer.invite, "client") for peer in (a, b)]
     async with mesh.Node.client(*invites, home=home) as node:
-        ids = [(await in_thread(peer.ask, "id"))["node_id"] for peer in (a, b)]
+        ids = [peer.ids["node_id"] for peer in (a, b)]
         names = {ids[0]: a.name, ids[1]: b.name, str(node.node_id): "client"}
         on_a, on_b = [await node.connect(node_id) for node_id in ids]
         ref = await on_a.create("randn", (MOVE_BYTES // 4,), name="weights", seed=7)
@@ -132,9 +132,8 @@ def show(traffic: Traffic) -> None:
 
 
 def describe(peer: PeerProcess) -> None:
-    status = peer.ask("status")
-    where = ", ".join(status["addresses"])
-    console.print(f"  {peer.name} is {peer.ask('id')['short']} at {where}")
+    where = ", ".join(peer.ask("status")["addresses"])
+    console.print(f"  {peer.name} is {peer.ids['short']} at {where}")
 
 
 def step(number: int, text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +44,32 @@ class PeerProcess:
         """Return the bytes of UDP payload sent so far, by the receiver's node id."""
         return {peer["node_id"]: peer["bytes_sent"] or 0 for peer in self.ask("status")["peers"]}
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Keep the daemon running for the duration of the block."""
+    @functools.cached_property
+    def ids(self) -> dict[str, str]:
+        """The peer's node id, whole and short."""
+        return dict(self.ask("id"))
+
+    def start(self) -> None:
+        """Start the daemon; return when it can be reached."""
         self.run("up", "--detach", "--bind", "127.0.0.1:0")
-        try:
-            yield
-        finally:
-            self.run("down")
+
+    def stop(self) -> None:
+        """Stop the daemon; return when it is gone."""
+        self.run("down")
 
     def _command(self) -> list[str]:
         return [sys.executable, "-m", "mesh", "--home", str(self.home)]
+
+
+@contextlib.contextmanager
+def running(*peers: PeerProcess) -> Iterator[None]:
+    """Keep the daemons of all `peers` running for the duration of the block."""
+    with ThreadPoolExecutor() as threads:
+        try:
+            list(threads.map(PeerProcess.start, peers))
+            yield
+        finally:
+            list(threads.map(PeerProcess.stop, peers))
 
 
 @contextlib.contextmanager

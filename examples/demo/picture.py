@@ -38,6 +38,7 @@ def _draw_curves(axes: Any, epochs: Sequence[dict[str, Any]]) -> None:
     right.plot(seconds, percent, "s-", color="tab:blue", label="test accuracy")
     right.set(ylabel="test accuracy, %", ylim=(0, 100))
     right.axhline(95, color="tab:blue", linewidth=0.8, linestyle=":")
+    right.text(seconds[0], 93, "95 %", color="tab:blue", va="top")
     lines = axes.get_lines() + right.get_lines()[:1]
     axes.legend(lines, [line.get_label() for line in lines], loc="center right")
     axes.grid(alpha=0.3)
