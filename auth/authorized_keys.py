@@ -48,10 +48,16 @@ _HEADER = """\
 # <node id> [petname] [scopes=tensor,collective] [expires=2030-01-31T00:00:00Z]
 """
 
-_NOT_AUTHORIZED = Denial("not-authorized", "its key is not among this node's authorized keys")
-_EXPIRED = Denial("expired", "the authorization of its key has expired")
-_BAD_INVITE = Denial("invite", "the invite is not valid here, has expired, or was used")
-_BAD_DELEGATION = Denial("delegation", "the delegation by its machine is not valid now")
+_BAD_INVITE = Denial(
+    "invite",
+    "the invite is not valid here, has expired, or was used",
+    "An invite lets one key in, once. Ask that machine's owner for another: mesh invite",
+)
+_BAD_DELEGATION = Denial(
+    "delegation",
+    "the delegation by its machine is not valid now",
+    "Start the program anew; if that does not help, compare the clocks of both machines.",
+)
 _BAD_SOURCE = Denial("source", "the source of the fetch is not among the authorized keys")
 
 _log = logging.getLogger("quicmesh.auth")
@@ -177,7 +183,7 @@ class AuthorizedKeys:
             try:
                 peer.delegation.verify(peer.node_id, now)
             except IdentityError as error:
-                _log.warning("delegation of %s refused: %s", peer, error)
+                _log.info("delegation of %s refused: %s", peer, error)
                 return _BAD_DELEGATION
         answer = self._standing(peer, now)
         if isinstance(answer, Denial):
@@ -308,9 +314,12 @@ class AuthorizedKeys:
         elif (key := self._keys.get(machine)) is not None:
             grant = Grant(frozenset(key.scopes), key.expires_at)
         else:
-            return _NOT_AUTHORIZED
+            why = "its key is not among this node's authorized keys"
+            return Denial("not-authorized", why, _fix(machine))
         grant = peer.narrow(grant)
-        return _EXPIRED if grant.expired(now) else grant
+        if not grant.expired(now):
+            return grant
+        return Denial("expired", "the authorization of its key has expired", _fix(machine))
 
     async def _enrol(self, request: ConnectRequest, denial: Denial, now: float) -> Grant | Denial:
         peer = request.peer
@@ -324,12 +333,12 @@ class AuthorizedKeys:
         try:
             invite.verify(self._machine, now)
         except IdentityError as error:
-            _log.warning("invite presented by %s refused: %s", peer, error)
+            _log.info("invite presented by %s refused: %s", peer, error)
             return _BAD_INVITE
         # Off the event loop: this waits for the disk.
         spent = await anyio.to_thread.run_sync(self._spend, self._invites, invite, peer, now)
         if not spent:
-            _log.warning("invite presented by %s refused: it was used or revoked", peer)
+            _log.info("invite presented by %s refused: it was used or revoked", peer)
             return _BAD_INVITE
         self.poll()
         return self._standing(peer, now)
@@ -397,6 +406,11 @@ class AuthorizedKeys:
         if isinstance(error, OSError):
             return IdentityError(what, why=error.strerror or str(error))
         return IdentityError(what, why=str(error), fix="Correct the file.")
+
+
+def _fix(machine: NodeId) -> str:
+    """Return what a machine that is refused can do, in words that its owner can pass on."""
+    return f"Ask that machine's owner to run: mesh allow {machine}, or for a `mesh invite`."
 
 
 _Callback = Callable[[NodeId], object]

@@ -211,7 +211,13 @@ async def decide(
         # Here, so that an authorizer which only looks at the machine can't forget it.
         return request.peer.narrow(answer)
     _log.info("denied (%s: %s): %r", answer.code, answer.reason, request)
-    error = AccessDenied("access", peer=request.peer, stage=request.stage.value, why=answer.reason)
+    error = AccessDenied(
+        "access",
+        peer=request.peer,
+        stage=request.stage.value,
+        why=answer.reason,
+        fix=answer.fix,
+    )
     error.denial = answer
     raise error
 
@@ -222,7 +228,12 @@ def covered(answer: Grant, request: AccessRequest) -> Grant | Denial:
         request.grant.permits(request.scope) and answer.permits(request.scope)
     ):
         return answer
-    return Denial("scope", f"it is not granted the scope {request.scope[:64]!r}")
+    scope, machine = request.scope[:64], request.peer.machine_id
+    return Denial(
+        "scope",
+        f"it is not granted the scope {scope!r}",
+        f"Ask that node's owner for it, as by: mesh allow {machine} --scopes ...,{scope}",
+    )
 
 
 def allow_any(scopes: Iterable[str] = (EVERYTHING,)) -> Authorizer:

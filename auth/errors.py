@@ -79,7 +79,10 @@ class MeshError(Exception):
         if self.after is not None:
             head += f" after {self.after:.1f} s"
         text = head if self.why is None else f"{head}: {self.why}"
-        return text if self.fix is None else f"{text}. {self.fix}"
+        if self.fix is None:
+            return text
+        # Where an error is the reason of another it has its full stop already.
+        return f"{text} {self.fix}" if text.endswith(".") else f"{text}. {self.fix}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from the parts: the default would pass only `what` and lose the keyword arguments.

@@ -158,19 +158,23 @@ class Denial:
     Args:
         code: stable and for programs: lower-case words joined by ``-``.
         reason: for people; a phrase of at most 256 characters.
+        fix: what the peer can do about it, in sentences of at most 256 characters; None if nothing.
 
     Raises:
-        ValueError: ``code`` or ``reason`` is empty, too long or malformed.
+        ValueError: a part is empty, too long or malformed.
     """
 
     code: str
     reason: str
+    fix: str | None = None
 
     def __post_init__(self) -> None:
         if _CODE.fullmatch(self.code) is None:
             raise ValueError(f"{self.code[:32]!r} is not a code; one looks like 'not-authorized'")
         if not 0 < len(self.reason) <= _MAX_REASON_CHARACTERS:
             raise ValueError(f"a reason has 1 to {_MAX_REASON_CHARACTERS} characters")
+        if self.fix is not None and not 0 < len(self.fix) <= _MAX_REASON_CHARACTERS:
+            raise ValueError(f"a fix has 1 to {_MAX_REASON_CHARACTERS} characters")
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:

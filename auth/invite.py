@@ -80,7 +80,8 @@ class Invite:
         if not 0 < lifetime <= MAX_LIFETIME:
             raise IdentityError(
                 "making an invite",
-                why=f"a lifetime of {lifetime} s is not within 0 and {MAX_LIFETIME:.0f} s",
+                why=f"a lifetime of {lifetime / _DAY:g} days is not within 0 and "
+                f"{MAX_LIFETIME / _DAY:.0f} days",
             )
         unsigned = cls(
             issuer=machine_key.node_id,

@@ -1,6 +1,6 @@
 """A client for threads, scripts and notebooks: joins with a ticket, keeps a tensor at the peer."""
 
-import sys
+import argparse
 
 import torch
 
@@ -8,7 +8,9 @@ import mesh.blocking
 
 
 def main() -> None:
-    ticket = mesh.Ticket.decode(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ticket", help="what the peer printed: mesh1...")
+    ticket = mesh.Ticket.decode(parser.parse_args().ticket)
     with mesh.blocking.Node.client(ticket) as node:
         peer = node.connect(ticket.node_id)
         print(f"round trip {1e3 * peer.ping():.2f} ms")

@@ -6,6 +6,7 @@ node without a home keeps all of it in memory.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -20,7 +21,7 @@ from auth import (
     match_node,
 )
 from mesh.errors import UnknownPeer
-from mesh.peerbook import MAX_ADDRESSES, KnownPeer, PeerBook
+from mesh.peerbook import MAX_ADDRESSES, KnownPeer, PeerBook, suggest_petname
 from mesh.status import PeerState, state_after
 from transport import PeerAddress
 
@@ -31,9 +32,6 @@ MAX_REMEMBERED = 4096
 
 SEEN_RESOLUTION = 300.0
 """Seconds between two notes in the peers book when nothing but the time has changed."""
-
-_EXAMPLE: SocketAddress = ("192.0.2.1", 4433)
-"""From the block that is set aside for documentation (RFC 5737)."""
 
 _TICKET_PREFIX = "mesh1"
 
@@ -67,6 +65,14 @@ class Directory:
     def label(self, node_id: NodeId) -> str:
         """Return the name of a peer for messages: the petname with the short id, or that alone."""
         return KnownPeer(node_id, self.names().get(node_id)).label
+
+    def name_in(self, error: MeshError) -> None:
+        """Put the petname beside the short id of the peer that `error` is about, if it has one."""
+        who, _, where = (error.peer or "").partition(" ")
+        with contextlib.suppress(MeshError):  # a broken peers book is another story
+            for node_id, petname in self.names().items():
+                if petname is not None and who == node_id.short:
+                    error.peer = f"{KnownPeer(node_id, petname).label} {where}".rstrip()
 
     def resolve(self, target: Ticket | NodeId | str) -> tuple[PeerAddress, bytes]:
         """Return whom `target` means, where it may be, and the invite if a ticket brought one.
@@ -105,12 +111,11 @@ class Directory:
         looked = ["open connections", "addresses from tickets"]
         if self._book is not None:
             looked.append(f"the peers book {self._book.path}")
-        example = Ticket(node_id, (_EXAMPLE,)).encode()
         return UnknownPeer(
             f"connection to {self.label(node_id)}",
             why=f"{why} (looked in {', '.join(looked)})",
-            fix="Give a ticket, which carries addresses: `mesh invite` on that machine prints one. "
-            f"Of this key at {_EXAMPLE[0]}:{_EXAMPLE[1]} it would read {example}",
+            fix="Give a ticket, which carries addresses: `mesh invite` on that machine prints one, "
+            "for `mesh join mesh1...` here.",
         )
 
     def last_dial(self, node_id: NodeId) -> tuple[PeerState, str | None]:
@@ -127,8 +132,14 @@ class Directory:
         known = tuple(dict.fromkeys((*addresses, *self._addresses.get(node_id, ()))))
         _put(self._addresses, node_id, known[:MAX_ADDRESSES])
 
-    def told(self, node_id: NodeId, addresses: tuple[SocketAddress, ...]) -> None:
+    def told(self, node_id: NodeId, addresses: tuple[SocketAddress, ...], host: str = "") -> None:
         """Note where a peer says that it is, in place of all that was known; save it in the book.
+
+        Args:
+            node_id: which peer.
+            addresses: where it says that it is.
+            host: what it calls its host: a peer without a petname is called like that from now
+                on, or as similarly as is free.
 
         Raises:
             HomeError: the book can't be written.
@@ -138,11 +149,17 @@ class Directory:
             return
         now = time.time()
         old = self._book.get(node_id)
-        if old is None or old.addresses != addresses or now - (old.seen or 0) > SEEN_RESOLUTION:
-            # The name from an invite stands in the authorized keys, which programs don't read.
-            petname = self.names().get(node_id)
-            if petname in self._book.petnames().values():
-                petname = None
+        names = self.names()
+        # The name from an invite stands in the authorized keys, which programs don't read.
+        petname = names.get(node_id) or suggest_petname(host, names.values())
+        if petname in self._book.petnames().values():
+            petname = None
+        if (
+            old is None
+            or old.addresses != addresses
+            or petname is not None
+            or now - (old.seen or 0) > SEEN_RESOLUTION
+        ):
             self._book.remember(node_id, petname=petname, addresses=addresses, seen=now)
 
 

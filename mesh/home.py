@@ -110,6 +110,7 @@ class Home:
             HomeError: the directory can't be made, or belongs to somebody else.
             KeyFileError: there is a key and it can't be used.
         """
+        self._check_directory()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_owner()
@@ -126,6 +127,7 @@ class Home:
             HomeError: there is none yet, or others may write into the directory.
             KeyFileError: it is readable by others, is not a key, or has another passphrase.
         """
+        self._check_directory()
         if not self.exists():
             raise HomeError(
                 f"this machine's key in {self.path}",
@@ -195,6 +197,14 @@ class Home:
         if self._passphrase is None and self._ask_passphrase is not None:
             self._passphrase = self._ask_passphrase(self.key_path)
         return self._passphrase
+
+    def _check_directory(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise HomeError(
+                f"state directory {self.path}",
+                why="it is not a directory",
+                fix="Name one, or one that is to be made, with --home or $MESH_HOME.",
+            )
 
     def _check_owner(self) -> None:
         if sys.platform == "win32":

@@ -32,9 +32,11 @@ from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
 from mesh.peer import Peer
+from mesh.returns import FIRST_PAUSE, LONGEST_PAUSE, Returns
 from mesh.services import register_services
 from mesh.status import PeerStatus
 from transport import (
+    Backoff,
     Connection,
     Endpoint,
     EndpointConfig,
@@ -42,6 +44,7 @@ from transport import (
     PeerAddress,
     PeerJoined,
     PeerLeft,
+    Unreachable,
     parse_address,
 )
 
@@ -94,6 +97,7 @@ class Node:
         self._config = config or EndpointConfig()
         self._tensors = _load_tensors() if tensors else None
         self._join = tuple(join)
+        self._returns = Returns()
         self._endpoint: Endpoint | None = None
         self._stack: AsyncExitStack | None = None
 
@@ -244,7 +248,9 @@ class Node:
             for keys in self._watched:
                 endpoint.start_soon(self._watch_keys, keys, endpoint)
             for ticket in self._join:
-                await self.connect(ticket)
+                # One list of tickets may go to every node of it.
+                if self.directory.resolve(ticket)[0].node_id != self.node_id:
+                    await self.connect(ticket)
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -340,14 +346,24 @@ class Node:
         await self._dial(where, invite, timeout)
         return Peer(self, where.node_id)
 
-    async def dial(self, node_id: NodeId, *, timeout: float | None = None) -> Connection:
+    async def dial(
+        self, node_id: NodeId, *, timeout: float | None = None, once: bool = False
+    ) -> Connection:
         """Return the open connection to a peer, made if need be; what `Peer` stands on.
+
+        A peer that was lost a moment ago may be starting anew: until it has been gone for
+        `mesh.returns.RETURN_SECONDS` it is dialled again and again, at the addresses known by then.
+
+        Args:
+            node_id: whom to dial.
+            timeout: seconds for all tries; by default the endpoint's ``connect_timeout``.
+            once: try a single time, for a caller with pauses of its own.
 
         Raises:
             UnknownPeer, Unreachable, AccessDenied: as `connect`.
         """
         where, invite = self.directory.resolve(node_id)
-        return await self._dial(where, invite, timeout)
+        return await self._dial(where, invite, timeout, once=once)
 
     def peers(self) -> tuple[PeerStatus, ...]:
         """Return every peer that is known or connected, and how far it got with each."""
@@ -374,29 +390,56 @@ class Node:
             sizes |= self._tensors.sizes()
         return sizes
 
-    async def _dial(self, where: PeerAddress, invite: bytes, timeout: float | None) -> Connection:
-        connection = self.endpoint.connection(where.node_id)
-        if connection is not None:
-            return connection
-        known = self.endpoint.known_addresses(where.node_id)
-        if not where.addresses and not known:
-            raise self.directory.no_address(where.node_id)
-        try:
-            connection = await self.endpoint.connect(
-                where, credential=invite or self._credential.secret, timeout=timeout
-            )
-        except MeshError as error:
-            self.directory.failed(where.node_id, error)
-            raise
+    async def _dial(
+        self, where: PeerAddress, invite: bytes, timeout: float | None, *, once: bool = False
+    ) -> Connection:
+        node_id = where.node_id
+        where = self._with_own_daemon(where)
+        limit = self._config.connect_timeout if timeout is None else timeout
+        deadline = anyio.current_time() + limit
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        while (connection := self.endpoint.connection(node_id)) is None:
+            if not where.addresses and not self.endpoint.known_addresses(node_id):
+                raise self.directory.no_address(node_id)
+            try:
+                connection = await self.endpoint.connect(
+                    where,
+                    credential=invite or self._credential.secret,
+                    timeout=max(0.0, deadline - anyio.current_time()),
+                )
+                break
+            except MeshError as error:
+                pause = backoff.pause()
+                left = min(deadline - anyio.current_time(), self._returns.seconds_left(node_id))
+                if once or pause >= left or not isinstance(error, Unreachable):
+                    self.directory.failed(node_id, error)
+                    if error.after is not None:  # of all tries, and not of the last alone
+                        error.after = anyio.current_time() - deadline + limit
+                    self.directory.name_in(error)
+                    raise
+            await anyio.sleep(pause)
+            told = self.directory.addresses(node_id)
+            where = PeerAddress(node_id, tuple(dict.fromkeys((*told, *where.addresses))))
         return connection
+
+    def _with_own_daemon(self, where: PeerAddress) -> PeerAddress:
+        """Return where to dial; for a program of this machine that dials its daemon, right here."""
+        own = self._delegation is not None and self._delegation.machine == where.node_id
+        running = self.home.running() if own and self.home is not None else None
+        if running is None or running.node_id != where.node_id:
+            return where
+        known = dict.fromkeys((*running.control, *where.addresses))
+        return PeerAddress(where.node_id, tuple(known))
 
     def _observe(self, event: EndpointEvent) -> None:
         match event:
             case PeerJoined(connection) if _may_be_dialled(connection):
                 remote = parse_address(connection.info.remote)
                 self.directory.reached(connection.peer.node_id, (remote,))
+                self._returns.joined(connection.peer.node_id)
             case PeerLeft(connection, error) if _may_be_dialled(connection):
                 self.directory.failed(connection.peer.node_id, error)
+                self._returns.left(connection, error)
             case _:
                 pass
 

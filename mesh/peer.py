@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
-from auth import NodeId
-from transport import CborValue, Connection
+import anyio
+
+from auth import MeshError, NodeId
+from transport import CborValue, Connection, ConnectionClosed, PeerLost
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from tensor_bridge import ProgressCallback, TensorClient
 
 __all__ = ["Peer", "TensorRef"]
+
+T = TypeVar("T")
 
 MOVE_TIMEOUT = 600.0
 """Default limit in seconds for a whole move. A link that stalls ends it far sooner."""
@@ -55,13 +60,13 @@ class Peer:
             DeadlineExceeded: no answer within `timeout`, over a connection that still stands.
             Unreachable, PeerLost, ConnectionClosed, AccessDenied: there is no connection.
         """
-        connection = await self.connection()
-        return await connection.ping(timeout)
+        return await self._ask(timeout, lambda connection, left: connection.ping(left))
 
     async def info(self, *, timeout: float = 10.0) -> dict[str, CborValue]:
         """Return what the peer says of itself: version, boot, host, uptime, devices, counts."""
-        connection = await self.connection()
-        reply = await connection.call("node.info", None, timeout=timeout)
+        reply = await self._ask(
+            timeout, lambda connection, left: connection.call("node.info", None, timeout=left)
+        )
         return reply if isinstance(reply, dict) else {}
 
     async def put(
@@ -76,7 +81,7 @@ class Peer:
 
         Args:
             tensor: any dtype, shape and strides; a view moves only its own elements.
-            name: a name to find it by, unique among this node's tensors at the peer.
+            name: a label for people, shown in listings; at most 128 characters.
             timeout: seconds for the whole move, broken links and retries included.
             progress: called as bytes are acknowledged.
 
@@ -85,8 +90,9 @@ class Peer:
             UnsupportedTensor: its elements are not plain bytes in memory.
             DeadlineExceeded, AccessDenied: it did not arrive.
         """
-        client = await self.tensors()
-        ref = await client.put(tensor, name=name, timeout=timeout, progress=progress)
+        with self._telling():
+            client = await self.tensors()
+            ref = await client.put(tensor, name=name, timeout=timeout, progress=progress)
         return TensorRef(self, ref)
 
     async def create(
@@ -111,12 +117,13 @@ class Peer:
 
         Raises:
             QuotaExceeded: the peer has no room for it.
-            UnsupportedTensor: torch has no such fill for `dtype`.
+            UnsupportedTensor: torch has no such fill, or not for `dtype`, or a size is none.
             AccessDenied: the peer does not allow it.
         """
-        client = await self.tensors()
         options = {} if dtype is None else {"dtype": dtype}
-        ref = await client.create(fill, shape, seed=seed, name=name, timeout=timeout, **options)
+        with self._telling():
+            client = await self.tensors()
+            ref = await client.create(fill, shape, seed=seed, name=name, timeout=timeout, **options)
         return TensorRef(self, ref)
 
     async def tensors(self) -> TensorClient:
@@ -134,6 +141,35 @@ class Peer:
         connection = self._node.endpoint.connection(self.node_id)
         if connection is not None:
             await connection.close(reason="left")
+
+    async def _ask(
+        self, timeout: float, question: Callable[[Connection, float], Awaitable[T]]
+    ) -> T:
+        """Put a question that may be put twice: if the link breaks under it, over a new one."""
+        deadline = anyio.current_time() + timeout
+        with self._telling():
+            connection = await self.connection(timeout=timeout)
+            try:
+                return await question(connection, deadline - anyio.current_time())
+            except (PeerLost, ConnectionClosed):
+                # It broke without a word, as when the peer was started anew meanwhile.
+                left = deadline - anyio.current_time()
+                if left <= 0:
+                    raise
+                connection = await self.connection(timeout=left)
+                return await question(connection, max(0.0, deadline - anyio.current_time()))
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Have errors of the block name peers as people do, and count from its beginning."""
+        began = anyio.current_time()
+        try:
+            yield
+        except MeshError as error:
+            if error.after is not None:
+                error.after = anyio.current_time() - began
+            self._node.directory.name_in(error)
+            raise
 
 
 class TensorRef:
@@ -156,8 +192,9 @@ class TensorRef:
             TensorChanged: it was written to meanwhile.
             DeadlineExceeded, AccessDenied: it did not arrive.
         """
-        client = await self.peer.tensors()
-        return await client.get(self.ref, timeout=timeout, progress=progress)
+        with self.peer._telling():
+            client = await self.peer.tensors()
+            return await client.get(self.ref, timeout=timeout, progress=progress)
 
     async def copy_to(
         self,
@@ -175,8 +212,9 @@ class TensorRef:
             AccessDenied, TokenRefused: one of the two did not agree; ``peer`` says which.
             NoSuchTensor, TensorChanged, QuotaExceeded, DeadlineExceeded: as `get`.
         """
-        source, destination = await self.peer.tensors(), await target.tensors()
-        ref = await source.copy_to(self.ref, destination, timeout=timeout, progress=progress)
+        with self.peer._telling():
+            source, destination = await self.peer.tensors(), await target.tensors()
+            ref = await source.copy_to(self.ref, destination, timeout=timeout, progress=progress)
         return TensorRef(target, ref)
 
     async def delete(self, *, timeout: float = 30.0) -> None:
@@ -185,5 +223,6 @@ class TensorRef:
         Raises:
             NoSuchTensor: it was gone already.
         """
-        client = await self.peer.tensors()
-        await client.delete(self.ref, timeout=timeout)
+        with self.peer._telling():
+            client = await self.peer.tensors()
+            await client.delete(self.ref, timeout=timeout)

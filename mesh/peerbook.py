@@ -1,7 +1,8 @@
 """The peers this machine knows: petnames it gave them and the addresses that led to them last.
 
 Knowing is not trusting: who may do what stands in ``authorized_keys``. A petname is this machine's
-own name for a key, so no two keys share one, and no peer chooses its own.
+own name for a key, so no two keys share one. What a peer calls its host is a suggestion for a peer
+without one: it takes no name from anybody, and never changes one.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ async def _status(node: Node, request: Incoming) -> CborValue:
     return _describe(node) | {
         "pid": os.getpid(),
         "addresses": [format_address(address) for address in node.addresses],
+        "warnings": list(node.endpoint.warnings),
         "tables": dict(node.table_sizes()),
         "peers": [status.as_message() for status in peers[:MAX_PEERS]],
         "peers_left_out": max(0, len(peers) - MAX_PEERS),
@@ -153,7 +154,7 @@ async def _ping_peer(node: Node, request: Incoming) -> CborValue:
 async def _take_announcement(node: Node, request: Incoming) -> CborValue:
     # A program's addresses end with it; only machines are worth remembering.
     if request.peer.delegation is None:
-        await _learn(node, request.connection, request.value)
+        await _learn(node, request.connection, request.value, names=True)
     return _announcement(node)
 
 
@@ -175,8 +176,11 @@ def _announcement(node: Node, *, stays: bool = True) -> dict[str, CborValue]:
     return {"addresses": addresses, "host": socket.gethostname()}
 
 
-async def _learn(node: Node, connection: Connection, announcement: CborValue) -> None:
-    told = announcement.get("addresses") if isinstance(announcement, dict) else None
+async def _learn(
+    node: Node, connection: Connection, announcement: CborValue, *, names: bool = False
+) -> None:
+    fields = announcement if isinstance(announcement, dict) else {}
+    told, host = fields.get("addresses"), fields.get("host")
     if not isinstance(told, list):
         raise ProtocolError("node.announce", peer=connection.peer, why="it has no addresses")
     addresses = _parsed(told[:MAX_ADDRESSES])
@@ -184,7 +188,10 @@ async def _learn(node: Node, connection: Connection, announcement: CborValue) ->
         # One socket dials and listens, so that the address a peer came from is one to dial, too.
         addresses.insert(0, parse_address(connection.info.remote))
     await anyio.to_thread.run_sync(
-        node.directory.told, connection.peer.node_id, tuple(dict.fromkeys(addresses))
+        node.directory.told,
+        connection.peer.node_id,
+        tuple(dict.fromkeys(addresses)),
+        host if names and isinstance(host, str) else "",
     )
 
 

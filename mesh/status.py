@@ -29,7 +29,7 @@ class PeerState(StrEnum):
     """It proved its key; the connection ended, or failed on the way to a session."""
 
     AUTHORISED = "authorised"
-    """A session is open."""
+    """A session is open: at least one of the two may use the other."""
 
     REFUSED = "refused"
     """It proved its key and refused this node; the reason is the one it gave."""
@@ -40,8 +40,10 @@ class PeerStatus:
     """One peer. What belongs to an open session is None without one.
 
     `machine` is the machine that answers for a program, None for a machine itself. `path` is the
-    remote address in use and `outbound` says who dialled. `rtt` and `age` are seconds, the byte
-    counts are UDP payload.
+    remote address in use and `outbound` says who dialled. `may_use_this` says whether the peer may
+    use this node, and `this_may_use` whether this node may use the peer, None where that shows only
+    when it tries: a peer tells whom it admits by welcoming its dial. `rtt` and `age` are seconds,
+    the byte counts are UDP payload.
     """
 
     node_id: NodeId
@@ -52,6 +54,8 @@ class PeerStatus:
     addresses: tuple[SocketAddress, ...] = ()
     path: str | None = None
     outbound: bool | None = None
+    may_use_this: bool | None = None
+    this_may_use: bool | None = None
     rtt: float | None = None
     bytes_sent: int | None = None
     bytes_received: int | None = None
@@ -68,6 +72,8 @@ class PeerStatus:
             reason=None,
             path=info.remote,
             outbound=connection.outbound,
+            may_use_this=connection.grant is not None,
+            this_may_use=True if connection.outbound else None,
             rtt=info.rtt,
             bytes_sent=info.bytes_sent,
             bytes_received=info.bytes_received,
@@ -94,9 +100,9 @@ def state_after(error: MeshError) -> tuple[PeerState, str]:
     match error:
         case AccessDenied() | IdentityInUse():
             return PeerState.REFUSED, reason
-        case Unreachable():
+        case Unreachable(answered=False):
             return PeerState.DISCOVERED, reason
-        case IdentityError() | ProtocolError():
+        case Unreachable() | IdentityError() | ProtocolError():
             return PeerState.REACHABLE, reason
         case _:
             return PeerState.AUTHENTICATED, reason

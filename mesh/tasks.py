@@ -16,13 +16,16 @@ async def helpers() -> AsyncIterator[anyio.abc.TaskGroup]:
     """A task group for tasks that serve the block: cancelled when it ends.
 
     An error of the block comes out as it is, where a plain task group would wrap it into an
-    `ExceptionGroup` although none of the tasks failed.
+    `ExceptionGroup` although none of the tasks failed. That goes for `KeyboardInterrupt` too, which
+    trio raises in the block; only a cancellation is the task group's own to see.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     async with anyio.create_task_group() as tasks:
         try:
             yield tasks
-        except Exception as error:
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:
             failure = error
         tasks.cancel_scope.cancel()
     if failure is not None:

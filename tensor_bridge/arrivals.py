@@ -18,7 +18,8 @@ import anyio
 from auth import MeshError, NodeId, Quotas
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.moves import INTERRUPTED, Landing
-from tensor_bridge.store import Reservation, StoredTensor, TensorStore
+from tensor_bridge.store import Reservation, TensorStore
+from tensor_bridge.wire import Stored
 from transport import ProtocolError
 
 __all__ = ["Arrival", "Arrivals"]
@@ -38,7 +39,7 @@ class Arrival:
     def __init__(self, meta: TensorMeta, reservation: Reservation, name: str | None) -> None:
         self.meta = meta
         self.landing: Landing | None = Landing(meta)
-        self._stored: StoredTensor | None = None
+        self._stored: Stored | None = None
         self._reservation = reservation
         self._name = name
         self._turn = anyio.Lock()
@@ -51,10 +52,14 @@ class Arrival:
         """How many bytes have landed."""
         return self.meta.nbytes if self.landing is None else self.landing.moved
 
-    def keep(self) -> StoredTensor:
-        """Put the tensor into the store, now that every byte has landed; return the object."""
+    def keep(self) -> Stored:
+        """Put the tensor into the store, now that every byte has landed; return what it is there.
+
+        From then on the store alone holds the tensor: deleting it there frees its memory.
+        """
         if self.landing is not None:
-            self._stored = self._reservation.keep(self.landing.tensor, name=self._name)
+            stored = self._reservation.keep(self.landing.tensor, name=self._name)
+            self._stored = Stored.of(stored)
             self.landing = None
         assert self._stored is not None
         return self._stored

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import anyio
 import torch
 
 from auth import MeshError, NodeId, PeerIdentity
@@ -24,7 +25,7 @@ from tensor_bridge.moves import (
     receive_message,
 )
 from tensor_bridge.reading import read_into
-from tensor_bridge.serve_create import CREATE_CALL, CreateCall, dense_meta
+from tensor_bridge.serve_create import CREATE_CALL, CreateCall, check_creation, dense_meta
 from tensor_bridge.serve_fetch import FetchService
 from tensor_bridge.serve_put import PutService
 from tensor_bridge.service import DELETE_CALL, INFO_CALL, LIST_CALL, MINT_CALL
@@ -82,6 +83,11 @@ class TensorClient:
 
     Every move has a total deadline, takes broken streams up again where they broke, and leaves
     nothing behind when it is cancelled.
+
+    After a broken link nothing is done twice. `put`, `copy_to` and `create` go on under the upload
+    id they began with, so that a lost answer is given again; `get` and `delete` may be repeated as
+    they are. A token whose answer was lost is for nobody but the target and for one read, and
+    expires unused when another was minted. `info` and `list` change nothing and are not repeated.
 
     Args:
         connection: with the peer whose tensors these are.
@@ -172,12 +178,17 @@ class TensorClient:
 
         Raises:
             QuotaExceeded: the peer has no room for it.
-            UnsupportedTensor: torch has no such fill for `dtype`.
-            ProtocolError: there is no such fill at all.
+            UnsupportedTensor: torch has no such fill, or not for `dtype`, or a size is none.
         """
-        call = CreateCall(fill, dense_meta(dtype, tuple(shape)), seed, name)
-        stored = Stored.decode(await self._call(CREATE_CALL, call.encode(), timeout))
-        return TensorRef(self.peer.node_id, stored.object_id, stored.version, call.meta, name)
+        check_creation(fill, shape)
+        meta = dense_meta(dtype, tuple(shape))
+        call = CreateCall(secrets.token_hex(16), fill, meta, seed, name)
+
+        async def attempt() -> Stored:
+            return Stored.decode(await self._call(CREATE_CALL, call.encode(), timeout))
+
+        stored = await self._persist(attempt, "creation of a tensor", timeout, lambda: 0)
+        return TensorRef(self.peer.node_id, stored.object_id, stored.version, meta, name)
 
     async def get(
         self,
@@ -282,7 +293,19 @@ class TensorClient:
             NoSuchTensor: it is gone already, or another's.
         """
         self._check(ref)
-        await self._call(DELETE_CALL, ObjectCall(ref.object_id).encode(), timeout)
+        has_asked = False
+
+        async def attempt() -> None:
+            nonlocal has_asked
+            asked_before, has_asked = has_asked, True
+            try:
+                await self._call(DELETE_CALL, ObjectCall(ref.object_id).encode(), timeout)
+            except NoSuchTensor:
+                # No id is given twice: what is gone by now went with the try that had no answer.
+                if not asked_before:
+                    raise
+
+        await self._persist(attempt, "deletion of a tensor", timeout, lambda: 0)
 
     async def info(self, object_id: str, *, timeout: float = CALL_SECONDS) -> TensorRef:
         """Return a reference, as of now, to a tensor of this client's at the peer.
@@ -328,13 +351,19 @@ class TensorClient:
         timeout: float,
         landed: Callable[[], int],
     ) -> T:
-        with deadline(timeout, what, peer=self.peer, why="the time given for it ran out"):
-            return await persist(
-                attempt,
-                landed=landed,
-                aftermath=(Unreachable,),
-                resumable=lambda: self._reconnect is not None or self._connection.is_open,
-            )
+        began = anyio.current_time()
+        try:
+            with deadline(timeout, what, peer=self.peer, why="the time given for it ran out"):
+                return await persist(
+                    attempt,
+                    landed=landed,
+                    aftermath=(Unreachable,),
+                    resumable=lambda: self._reconnect is not None or self._connection.is_open,
+                )
+        except MeshError as error:
+            if error.after is not None:  # of all tries, and not of the last alone
+                error.after = anyio.current_time() - began
+            raise
 
     def _check(self, ref: TensorRef) -> None:
         if ref.node != self.peer.node_id:

@@ -244,6 +244,12 @@ def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...
 
 def _refuse_unsupported(tensor: torch.Tensor) -> None:
     """Raise unless the elements of `tensor` are plain bytes that this process can read."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTensor(
+            f"moving of a {type(tensor).__name__}",
+            why="it is no torch.Tensor",
+            fix="Make one of it first: torch.tensor(...).",
+        )
     what = f"moving of a {type(tensor).__name__}"
     if tensor.is_nested:
         raise UnsupportedTensor(
@@ -261,11 +267,17 @@ def _refuse_unsupported(tensor: torch.Tensor) -> None:
             why=f"its layout is {tensor.layout}",
             fix="Move to_dense(), or the index and value tensors.",
         )
+    if tensor.is_meta:
+        raise UnsupportedTensor(
+            what,
+            why="it is on the device 'meta', where tensors have a shape and no elements",
+            fix="Give it elements first: torch.empty_like(tensor, device='cpu').",
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedTensor(
             what,
             why=f"its device is '{tensor.device}', whose memory can't be read here",
-            fix="Only a meta tensor has no elements; copy any other to the CPU first.",
+            fix="Copy it to the CPU first: tensor.cpu().",
         )
     if tensor.dim() > MAX_DIMS:
         raise UnsupportedTensor(what, why=f"it has more than {MAX_DIMS} dimensions")

@@ -13,6 +13,7 @@ from auth import MeshError
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.memory import allocate, tensor_bytes
 from transport import (
+    Backoff,
     CborValue,
     ConnectionClosed,
     DeadlineExceeded,
@@ -41,7 +42,7 @@ PATIENCE = 4.0
 liveness bound, within which the other side may still believe in the link."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-"""Seconds between two tries; doubled from the one to the other."""
+"""Seconds between two tries."""
 
 BROKEN = (StreamReset, PeerLost, ConnectionClosed)
 """How a link breaks under a move, as opposed to a peer that refuses it."""
@@ -156,7 +157,14 @@ def deadline(
     with anyio.move_on_after(seconds) as scope:
         yield
     if scope.cancelled_caught:
-        raise DeadlineExceeded(what, peer=peer, stage=stage, after=seconds, why=why)
+        raise DeadlineExceeded(
+            what,
+            peer=peer,
+            stage=stage,
+            after=seconds,
+            why=why,
+            fix="Give it more time, or look whether the peer and the way to it are overloaded.",
+        )
 
 
 async def persist(
@@ -180,7 +188,7 @@ async def persist(
             `PATIENCE` since the link broke.
     """
     quiet_since: float | None = None
-    pause = FIRST_PAUSE
+    backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
     while True:
         before = landed()
         try:
@@ -191,11 +199,11 @@ async def persist(
                 raise
             now = anyio.current_time()
             if quiet_since is None or landed() > before:
-                quiet_since, pause = now, FIRST_PAUSE
+                quiet_since = now
+                backoff.reset()
             elif now - quiet_since > PATIENCE:
                 raise
-        await anyio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        await anyio.sleep(backoff.pause())
 
 
 async def receive_message(stream: Stream) -> CborValue:

@@ -1,34 +1,46 @@
-"""Tensors made where they are wanted: filled by the node itself, so that no payload travels."""
+"""Tensors made where they are wanted: filled by the node itself, so that no payload travels.
+
+They arrive like any other: under an upload id, so that whoever lost the answer and asks again gets
+the tensor that was made and not a second one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
-import anyio.to_thread
+import anyio
+import anyio.lowlevel
 import torch
 
+from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.codec import TensorMeta, decode_meta, dtype_name, encode_meta
 from tensor_bridge.errors import UnsupportedTensor
 from tensor_bridge.fields import Fields
-from tensor_bridge.memory import allocate
-from tensor_bridge.store import TensorStore
-from tensor_bridge.wire import MAX_NAME, Stored
-from transport import CborValue, Incoming
+from tensor_bridge.wire import MAX_NAME, take_id
+from transport import CborValue, Incoming, StreamReset
 
-__all__ = ["CREATE_CALL", "FILLS", "CreateCall", "serve_create"]
+__all__ = ["CREATE_CALL", "FILLS", "CreateCall", "check_creation", "serve_create"]
 
 CREATE_CALL = "tensor.create"
 
-FILLS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
-    "zeros": lambda tensor, _: tensor.zero_(),
-    "ones": lambda tensor, _: tensor.fill_(1),
-    "rand": lambda tensor, generator: tensor.uniform_(generator=generator),
-    "randn": lambda tensor, generator: tensor.normal_(generator=generator),
-    "arange": lambda tensor, _: torch.arange(tensor.numel(), out=tensor.view(-1)),
+PIECE = 1 << 16
+"""Elements filled per turn of the event loop: about half a millisecond of random numbers."""
+
+WHOLE_BLOCK = 16
+"""Elements that torch draws normally distributed numbers for at a time. Pieces of whole blocks, the
+last of at least one, give what the whole would."""
+
+FILLS: dict[str, Callable[[torch.Tensor, int, torch.Generator], object]] = {
+    "zeros": lambda piece, start, generator: piece.zero_(),
+    "ones": lambda piece, start, generator: piece.fill_(1),
+    "rand": lambda piece, start, generator: piece.uniform_(generator=generator),
+    "randn": lambda piece, start, generator: piece.normal_(generator=generator),
+    "arange": lambda piece, start, generator: torch.arange(start, start + len(piece), out=piece),
 }
-"""How a tensor can be filled, by the name of the torch factory that gives the same content."""
+"""How a piece that begins at element `start` is filled, by the name of the torch factory that gives
+the same content."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,12 +48,14 @@ class CreateCall:
     """A wish for a new contiguous tensor.
 
     Attributes:
+        upload: names this wish, as in `PutOpen`.
         fill: one of `FILLS`.
         meta: what it is.
         seed: where the random fills start.
         name: what its owner will call it.
     """
 
+    upload: str
     fill: str
     meta: TensorMeta
     seed: int = 0
@@ -50,6 +64,7 @@ class CreateCall:
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
         message: dict[str, CborValue] = {
+            "upload": self.upload,
             "fill": self.fill,
             "meta": encode_meta(self.meta),
             "seed": self.seed,
@@ -60,6 +75,7 @@ class CreateCall:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "creation")
+        upload = take_id(fields, "upload")
         fill = fields.text("fill", longest=32)
         meta = decode_meta(fields.value("meta"))
         seed = fields.integer("seed")
@@ -67,7 +83,25 @@ class CreateCall:
         fields.finish()
         if fill not in FILLS:
             raise fields.wrong(f"'fill' must be one of {', '.join(FILLS)}")
-        return cls(fill, meta, seed, name)
+        return cls(upload, fill, meta, seed, name)
+
+
+def check_creation(fill: str, shape: Sequence[object]) -> None:
+    """Return if a wish makes sense, for whoever has it: nothing need travel to learn that.
+
+    Raises:
+        UnsupportedTensor: there is no such fill, or something else than a size in the shape.
+    """
+    what = f"creation of a tensor by {fill!r}"
+    if fill not in FILLS:
+        raise UnsupportedTensor(
+            what, why="there is no such fill", fix=f"Choose one of {', '.join(FILLS)}."
+        )
+    for size in shape:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise UnsupportedTensor(
+                what, why=f"{size!r} in its shape is no size: those are whole and not negative"
+            )
 
 
 def dense_meta(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorMeta:
@@ -75,27 +109,46 @@ def dense_meta(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorMeta:
     return TensorMeta(dtype=dtype, shape=shape, order=tuple(range(len(shape))))
 
 
-async def serve_create(store: TensorStore, incoming: Incoming) -> CborValue:
-    """Make the tensor that a peer wishes for; it becomes the peer's own.
+async def serve_create(arrivals: Arrivals, incoming: Incoming) -> CborValue:
+    """Make the tensor that a peer wishes for, once for each upload id; it becomes the peer's own.
 
     Raises:
         QuotaExceeded: before anything is allocated.
         UnsupportedTensor: torch has no such fill for the type.
+        StreamReset: a later try took this one over.
     """
-    call = CreateCall.decode(incoming.value)
-    with store.reserve(incoming.peer.node_id, call.meta.nbytes, incoming.grant.quotas) as room:
-        # In a thread: filling a large tensor takes longer than the loop may be away.
-        tensor = await anyio.to_thread.run_sync(_make, call)
-        return Stored.of(room.keep(tensor, name=call.name)).encode()
+    call, owner = CreateCall.decode(incoming.value), incoming.peer.node_id
+    async with arrivals.hold(
+        owner, call.upload, call.meta, name=call.name, quotas=incoming.grant.quotas
+    ) as arrival:
+        if arrival.landing is not None:
+            try:
+                await _fill(call, arrival.landing.tensor)
+            except anyio.get_cancelled_exc_class():
+                if incoming.connection.closed is None:  # it is the peer that gave up, not the link
+                    arrival.failed(_given_up("the peer gave it up"))
+                raise
+        return arrival.keep().encode()
+    raise _given_up("a later try took it over")
 
 
-def _make(call: CreateCall) -> torch.Tensor:
-    tensor = allocate(call.meta)
+async def _fill(call: CreateCall, tensor: torch.Tensor) -> None:
+    """Fill piece by piece: the loop goes on, and whoever gives up is heard at once."""
+    flat, fill = tensor.view(-1), FILLS[call.fill]
+    generator = torch.Generator().manual_seed(call.seed)
     try:
-        FILLS[call.fill](tensor, torch.Generator().manual_seed(call.seed))
+        start = 0
+        while start < len(flat):
+            await anyio.lowlevel.checkpoint()
+            end = start + PIECE if start + PIECE + WHOLE_BLOCK <= len(flat) else len(flat)
+            fill(flat[start:end], start, generator)
+            start = end
     except (RuntimeError, TypeError) as error:
         raise UnsupportedTensor(
             f"creation of a tensor by {call.fill!r}",
             why=f"torch does not offer it for {dtype_name(call.meta.dtype)}",
         ) from error
-    return tensor
+
+
+def _given_up(why: str) -> StreamReset:
+    return StreamReset("creation of a tensor", why=why)

@@ -19,7 +19,7 @@ from auth import (
 from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.moves import Landing, MoveLimits, deadline, persist
 from tensor_bridge.reading import read_into
-from tensor_bridge.wire import FetchOpen, Moved, Stored, encode_fetch_failure
+from tensor_bridge.wire import FetchOpen, Moved, encode_fetch_failure
 from transport import (
     MESH_ALPN,
     Endpoint,
@@ -75,7 +75,7 @@ class FetchService:
             if arrival.landing is not None:
                 failure = await self._fetch(order, arrival.landing, stream)
             if failure is None:
-                await stream.send_message(Stored.of(arrival.keep()).encode())
+                await stream.send_message(arrival.keep().encode())
             else:
                 arrival.failed(failure)
                 await stream.send_message(encode_fetch_failure(failure, order.source))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.lanes import choose_lane
 from tensor_bridge.moves import MoveLimits, deadline, receive_message
-from tensor_bridge.wire import PutAccepted, PutOpen, Sent, Stored
+from tensor_bridge.wire import PutAccepted, PutOpen, Sent
 from transport import Incoming
 
 __all__ = ["PutService"]
@@ -41,4 +41,4 @@ class PutService:
                     lane = choose_lane(stream, stall_seconds=self._limits.stall)
                     await lane.receive(arrival.landing.room, arrival.landing.advance)
                 Sent.decode(await receive_message(stream))
-            await stream.send_message(Stored.of(arrival.keep()).encode())
+            await stream.send_message(arrival.keep().encode())

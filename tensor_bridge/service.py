@@ -81,7 +81,9 @@ class TensorService:
         ):
             endpoint.register_service(service.name, service.serve, scope=service.scope)
         endpoint.register_call(MINT_CALL, self._mint, scope=MintRequest.scope)
-        endpoint.register_call(CREATE_CALL, partial(serve_create, store), scope="tensor:put")
+        endpoint.register_call(
+            CREATE_CALL, partial(serve_create, self.arrivals), scope="tensor:put"
+        )
         endpoint.register_call(DELETE_CALL, self._delete, scope="tensor:delete")
         endpoint.register_call(LIST_CALL, self._list, scope="tensor:list")
         endpoint.register_call(INFO_CALL, self._info, scope="tensor:list")

@@ -39,6 +39,7 @@ __all__ = [
     "Sent",
     "Stored",
     "decode_fetch_answer",
+    "take_id",
     "encode_fetch_failure",
 ]
 
@@ -79,7 +80,7 @@ class PutOpen:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "put")
-        message = cls(_id(fields, "upload"), decode_meta(fields.value("meta")), _name(fields))
+        message = cls(take_id(fields, "upload"), decode_meta(fields.value("meta")), _name(fields))
         fields.finish()
         return message
 
@@ -114,7 +115,7 @@ class ReadOpen:
         if fields.has("object") == fields.has("token"):
             raise fields.wrong("it takes either 'object' or 'token'")
         message = cls(
-            object_id=_id(fields, "object") if fields.has("object") else None,
+            object_id=take_id(fields, "object") if fields.has("object") else None,
             token=_token(fields) if fields.has("token") else None,
             offset=fields.integer("offset"),
             version=_version(fields) if fields.has("version") else None,
@@ -150,7 +151,7 @@ class FetchOpen:
         """Return the message in `value`."""
         fields = Fields(value, "fetch")
         message = cls(
-            upload=_id(fields, "upload"),
+            upload=take_id(fields, "upload"),
             source=_node(fields, "source"),
             addresses=_addresses(fields),
             token=_token(fields),
@@ -266,7 +267,7 @@ class Stored:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "stored object")
-        message = cls(_id(fields, "object"), _version(fields))
+        message = cls(take_id(fields, "object"), _version(fields))
         fields.finish()
         return message
 
@@ -291,7 +292,7 @@ class MintCall:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "mint")
-        message = cls(_id(fields, "object"), _node(fields, "audience"))
+        message = cls(take_id(fields, "object"), _node(fields, "audience"))
         fields.finish()
         return message
 
@@ -335,7 +336,7 @@ class ObjectCall:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "object call")
-        message = cls(_id(fields, "object"))
+        message = cls(take_id(fields, "object"))
         fields.finish()
         return message
 
@@ -354,7 +355,7 @@ class ListCall:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "list call")
-        message = cls(_id(fields, "after") if fields.has("after") else None)
+        message = cls(take_id(fields, "after") if fields.has("after") else None)
         fields.finish()
         return message
 
@@ -382,7 +383,7 @@ class Listed:
         """Return the message in `value`."""
         fields = Fields(value, "listed object")
         message = cls(
-            object_id=_id(fields, "object"),
+            object_id=take_id(fields, "object"),
             version=_version(fields),
             meta=decode_meta(fields.value("meta")),
             name=_name(fields),
@@ -435,7 +436,8 @@ def encode_fetch_failure(error: MeshError, source: NodeId) -> dict[str, CborValu
     return {"failed": encode_error(error) | {"what": what}}
 
 
-def _id(fields: Fields, name: str) -> str:
+def take_id(fields: Fields, name: str) -> str:
+    """Take the id `name`, of an object or of an upload."""
     text = fields.text(name, longest=OBJECT_ID_CHARACTERS)
     if _HEX_ID.fullmatch(text) is None:
         raise fields.wrong(f"{name!r} must be {OBJECT_ID_CHARACTERS} hexadecimal digits")

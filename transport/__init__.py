@@ -7,6 +7,8 @@ anyio.
 """
 
 from transport.addresses import PeerAddress, format_address, parse_address
+from transport.backoff import Backoff
+from transport.binding import parse_bind
 from transport.cbor import CborValue
 from transport.codes import AppCode, decode_error, encode_error
 from transport.config import EndpointConfig
@@ -44,6 +46,7 @@ __all__ = [
     "Rate",
     "PeerAddress",
     "parse_address",
+    "parse_bind",
     "format_address",
     # what it has with a peer
     "MESH_ALPN",
@@ -52,6 +55,7 @@ __all__ = [
     "Stream",
     "Incoming",
     "CborValue",
+    "Backoff",
     # what it observes
     "EndpointEvent",
     "PeerJoined",

@@ -15,8 +15,8 @@ __all__ = [
     "PeerAddress",
     "canonical_address",
     "format_address",
+    "interface_addresses",
     "parse_address",
-    "reachable_addresses",
 ]
 
 
@@ -87,29 +87,21 @@ def format_address(address: SocketAddress) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def reachable_addresses(bound: SocketAddress, *, dual_stack: bool) -> tuple[SocketAddress, ...]:
-    """Return where others may reach a socket bound to `bound`, the likeliest first.
+def interface_addresses() -> tuple[tuple[str, str], ...]:
+    """Return each interface that is up with each of its hosts, as pairs of literals.
 
-    A wildcard stands for every interface that is up: global addresses first, loopback only where
-    there is nothing else. Link-local addresses are left out, for they mean nothing elsewhere.
+    Link-local addresses are left out, for they mean nothing elsewhere.
     """
-    host, port = bound
-    if not ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-        return ((host, port),)
-    families = {socket.AF_INET, socket.AF_INET6} if dual_stack else {_family(host)}
-    found: list[SocketAddress] = []
-    loopback: list[SocketAddress] = []
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found: list[tuple[str, str]] = []
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
-            if name not in up or entry.family not in families:
+            if name not in up or entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             ip = ipaddress.ip_address(entry.address.partition("%")[0])
-            if ip.is_link_local or ip.is_unspecified:
-                continue
-            (loopback if ip.is_loopback else found).append((str(ip), port))
-    # IPv4 first: where both work it is the one more often routed.
-    return tuple(sorted(found or loopback, key=lambda address: ":" in address[0]))
+            if not (ip.is_link_local or ip.is_unspecified):
+                found.append((name, str(ip)))
+    return tuple(found)
 
 
 def _canonical_host(host: str) -> str:
@@ -118,7 +110,3 @@ def _canonical_host(host: str) -> str:
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         return str(ip.ipv4_mapped)
     return f"{ip}{percent}{zone}"
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

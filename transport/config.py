@@ -22,7 +22,10 @@ class EndpointConfig:
     """
 
     bind: str = "[::]:0"
-    """UDP address to listen on. The default takes a free port on every interface, v4 and v6."""
+    """Where to listen: a UDP address, or a choice of interfaces (``"eth0:4433"``, ``"^lo,wg*"``)
+    as `transport.binding.parse_bind` reads it. The default takes a free port on every interface, v4
+    and v6.
+    """
 
     advertise: tuple[str, ...] = ()
     """Addresses to tell others instead of those found on the interfaces, each with its port."""

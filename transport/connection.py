@@ -247,7 +247,11 @@ class Connection:
         finally:
             del self._pings[uid]
         raise DeadlineExceeded(
-            "ping", peer=self._who(), after=timeout, why="the peer has not answered"
+            "ping",
+            peer=self._who(),
+            after=timeout,
+            why="the peer has not answered",
+            fix="Give it more time; if it stays silent, it is stopped or its machine overloaded.",
         )
 
     async def close(

@@ -12,12 +12,18 @@ from collections.abc import Awaitable, Callable, Hashable
 
 import anyio
 
-from auth import AccessDenied, MeshError, SocketAddress
+from auth import AccessDenied, IdentityError, MeshError, SocketAddress
 from transport.addresses import PeerAddress, format_address
 from transport.background import Background
 from transport.codes import AppCode
 from transport.connection import Connection
-from transport.errors import ConnectionClosed, ConnectTimeout, IdentityInUse, Unreachable
+from transport.errors import (
+    ConnectionClosed,
+    ConnectTimeout,
+    IdentityInUse,
+    ProtocolError,
+    Unreachable,
+)
 
 __all__ = ["Dialer"]
 
@@ -27,10 +33,20 @@ STAGGER = 0.25
 MAX_ADDRESSES = 16
 """Addresses tried for one peer: more than that is not a hint but a port scan."""
 
+NO_ANSWER = "no answer"
+
+_FIX = "Is the peer running there, and does a firewall let its UDP port through?"
+
+_SILENCE_FIX = (
+    "Nothing came back, not even a refusal: the host is off or elsewhere, or UDP is blocked on the "
+    "way. Let UDP to the peer's port in over there (such as: sudo ufw allow PORT/udp) and out here."
+)
+
 _log = logging.getLogger("quicmesh.transport")
 
 Attempt = Callable[[PeerAddress, SocketAddress], Awaitable[Connection]]
 Elsewhere = Callable[[], Awaitable[Connection]]
+Explain = Callable[[SocketAddress], str | None]
 
 
 class Dialer:
@@ -38,10 +54,12 @@ class Dialer:
 
     Args:
         tasks: where flights live: a caller that is cancelled must not end those of others.
+        explain: says why an address gives no answer, if this host knows.
     """
 
-    def __init__(self, tasks: Background) -> None:
+    def __init__(self, tasks: Background, explain: Explain = lambda address: None) -> None:
         self._tasks = tasks
+        self._explain = explain
         self._flights: dict[Hashable, _Flight] = {}
 
     async def dial(
@@ -71,7 +89,7 @@ class Dialer:
         began = anyio.current_time()
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(target, attempt, elsewhere)
+            flight = self._flights[key] = _Flight(target, attempt, elsewhere, self._explain)
             self._tasks.start_soon(self._fly, key, flight)
         flight.waiters += 1
         landed = False
@@ -90,7 +108,7 @@ class Dialer:
             return flight.connection
         after = anyio.current_time() - began
         if flight.error is None:
-            raise _unreachable(ConnectTimeout, target, flight.attempts, after)
+            raise flight.unreachable(ConnectTimeout, after)
         error = copy.copy(flight.error)  # each caller raises its own
         error.after = after
         raise error from flight.error
@@ -124,7 +142,13 @@ class Dialer:
 class _Flight:
     """One race over the addresses of one peer."""
 
-    def __init__(self, target: PeerAddress, attempt: Attempt, elsewhere: Elsewhere | None) -> None:
+    def __init__(
+        self,
+        target: PeerAddress,
+        attempt: Attempt,
+        elsewhere: Elsewhere | None,
+        explain: Explain,
+    ) -> None:
         self.target = target
         self.done = anyio.Event()
         self.scope = anyio.CancelScope()
@@ -133,9 +157,11 @@ class _Flight:
         """Whether a caller has the connection."""
         self.connection: Connection | None = None
         self.error: MeshError | None = None
-        self.attempts: dict[str, str] = {}
+        self._attempts: dict[SocketAddress, str] = {}
+        self._answered = False
         self._attempt = attempt
         self._elsewhere = elsewhere
+        self._explain = explain
         self._verdict: MeshError | None = None
 
     async def race(self) -> None:
@@ -146,7 +172,26 @@ class _Flight:
             await self._try_all(tasks.cancel_scope)
             tasks.cancel_scope.cancel()
         if self.connection is None:
-            raise self._verdict or _unreachable(Unreachable, self.target, self.attempts, None)
+            raise self._verdict or self.unreachable(Unreachable, None)
+
+    def unreachable(self, kind: type[Unreachable], after: float | None) -> Unreachable:
+        """Return the error that names each address tried so far with what happened there."""
+        attempts: dict[str, str] = {}
+        for address, what in self._attempts.items():
+            said = self._explain(address) if what == NO_ANSWER else None
+            attempts[format_address(address)] = said or what
+        tried = "; ".join(f"{address}: {what}" for address, what in attempts.items())
+        is_silent = bool(attempts) and set(attempts.values()) == {NO_ANSWER}
+        error = kind(
+            "connecting",
+            peer=self.target.node_id.short,
+            after=after,
+            why=tried or "no address was tried",
+            fix=_SILENCE_FIX if is_silent else _FIX,
+        )
+        error.attempts = attempts
+        error.answered = self._answered
+        return error
 
     def drop_orphan(self) -> None:
         """Close a connection that no caller took, unless it is one that others can find."""
@@ -166,8 +211,7 @@ class _Flight:
     async def _try(
         self, address: SocketAddress, failed: anyio.Event, race: anyio.CancelScope
     ) -> None:
-        name = format_address(address)
-        self.attempts[name] = "no answer"
+        self._attempts[address] = NO_ANSWER
         try:
             connection = await self._attempt(self.target, address)
         except (AccessDenied, IdentityInUse) as error:
@@ -175,7 +219,8 @@ class _Flight:
             self._verdict = error
             race.cancel()
         except MeshError as error:
-            self.attempts[name] = error.why or error.what
+            self._attempts[address] = error.why or error.what
+            self._answered = self._answered or isinstance(error, IdentityError | ProtocolError)
             failed.set()
         else:
             self._land(connection, race)
@@ -189,18 +234,3 @@ class _Flight:
             race.cancel()
         elif connection is not self.connection:
             connection.abort(AppCode.SUPERSEDED, "another address answered first")
-
-
-def _unreachable(
-    kind: type[Unreachable], target: PeerAddress, attempts: dict[str, str], after: float | None
-) -> Unreachable:
-    tried = "; ".join(f"{address}: {what}" for address, what in attempts.items())
-    error = kind(
-        "connecting",
-        peer=target.node_id.short,
-        after=after,
-        why=tried or "no address was tried",
-        fix="Is the peer running there, and does a firewall let its UDP port through?",
-    )
-    error.attempts = dict(attempts)
-    return error

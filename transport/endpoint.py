@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 
@@ -28,7 +29,6 @@ from transport.addresses import (
     canonical_address,
     format_address,
     parse_address,
-    reachable_addresses,
 )
 from transport.admission import Admission
 from transport.background import Background
@@ -85,6 +85,7 @@ MAX_KNOWN_PEERS = 4096
 MAX_KNOWN_ADDRESSES = 16
 
 _Arguments = TypeVarTuple("_Arguments")
+_Value = TypeVar("_Value")
 
 _log = logging.getLogger("quicmesh.transport")
 
@@ -143,6 +144,7 @@ class Endpoint:
         self._protocols: dict[str, AlpnHandler] = {}
         self._connections: dict[ConnectionCore, Connection] = {}
         self._known: dict[NodeId, tuple[SocketAddress, ...]] = {}
+        self._reached: dict[NodeId, SocketAddress] = {}
         self._observers: list[Callable[[EndpointEvent], object]] = []
         self._tasks = Background("an endpoint")
         self._closing = False
@@ -163,7 +165,9 @@ class Endpoint:
         )
         self._driver = Driver(sock, self._demux, on_event=self._on_event, on_pumped=self._pumped)
         self._driving = anyio.CancelScope(shield=True)
-        self._dialer = Dialer(self._tasks)
+        self._dialer = Dialer(self._tasks, self._why_silent)
+        if sock.warning is not None and self.config.listen:
+            _warn_once(sock.warning)
         try:
             await self._tasks.open()
         except BaseException:
@@ -202,13 +206,23 @@ class Endpoint:
         """Where others may reach this node, the likeliest first."""
         if self.config.advertise:
             return tuple(parse_address(text) for text in self.config.advertise)
-        sock = self._driver.socket
-        return reachable_addresses(sock.address, dual_stack=sock.dual_stack)
+        return self._driver.socket.reachable()[:MAX_KNOWN_ADDRESSES]
+
+    @property
+    def bound(self) -> SocketAddress:
+        """The address that the socket listens on, perhaps a wildcard, with the real port."""
+        return self._driver.socket.address
 
     @property
     def port(self) -> int:
         """The UDP port bound."""
-        return self._driver.socket.address[1]
+        return self.bound[1]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What this host withholds from the endpoint and what to do about it, each a sentence."""
+        warning = self._driver.socket.warning
+        return () if warning is None else (warning,)
 
     @property
     def connections(self) -> tuple[Connection, ...]:
@@ -264,11 +278,9 @@ class Endpoint:
 
     def add_addresses(self, node_id: NodeId, addresses: tuple[SocketAddress, ...]) -> None:
         """Remember where `node_id` may be reached, before what was known of it."""
-        known = self._known.pop(node_id, ())
+        known = self._known.get(node_id, ())
         merged = dict.fromkeys((*map(canonical_address, addresses), *known))
-        self._known[node_id] = tuple(merged)[:MAX_KNOWN_ADDRESSES]
-        while len(self._known) > MAX_KNOWN_PEERS:
-            del self._known[next(iter(self._known))]
+        _remember(self._known, node_id, tuple(merged)[:MAX_KNOWN_ADDRESSES])
 
     def known_addresses(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return the addresses known for `node_id`, the latest first."""
@@ -319,6 +331,9 @@ class Endpoint:
             raise TransportError("connecting", why="only the mesh's own protocol has a credential")
         given = map(canonical_address, target.addresses)
         addresses = dict.fromkeys((*given, *self.known_addresses(target.node_id)))
+        won = self._reached.get(target.node_id)
+        if won in addresses:
+            addresses = {won: None, **addresses}  # whatever is said elsewhere, it worked last
         if not addresses:
             raise Unreachable(
                 "connecting",
@@ -409,7 +424,11 @@ class Endpoint:
         )
         connection = self._connection(quic, address, outbound=True)
         try:
+            self._driver.socket.refused.pop(address, None)
             self._driver.dial(connection.core, address)
+            refusal = self._driver.socket.refused.get(address)
+            if refusal is not None and refusal.is_final:
+                raise Unreachable("connecting", peer=target.node_id.short, why=refusal.why)
             await self._admission.introduce(connection, credential)
         except BaseException as error:
             reason = str(error) if isinstance(error, MeshError) else "the dialer gave up"
@@ -417,6 +436,10 @@ class Endpoint:
             raise
         self._welcome(connection)
         return connection
+
+    def _why_silent(self, address: SocketAddress) -> str | None:
+        refusal = self._driver.socket.refused.get(address)
+        return None if refusal is None else refusal.why
 
     def _make_listener(
         self, original: bytes, retried: bytes | None, address: SocketAddress, now: float
@@ -472,6 +495,7 @@ class Endpoint:
         self._demux.admitted(connection.core)
         if connection.alpn == MESH_ALPN:
             self.add_addresses(connection.peer.node_id, (connection.remote_address,))
+            _remember(self._reached, connection.peer.node_id, connection.remote_address)
         self._notify(PeerJoined(connection))
         connection.on_close(self._left)
         self._tasks.start_soon(self._serve, connection)
@@ -545,6 +569,18 @@ class Endpoint:
                 observer(event)
             except Exception:
                 _log.exception("an observer failed on %r", event)
+
+
+def _remember(table: dict[NodeId, _Value], node_id: NodeId, value: _Value) -> None:
+    table.pop(node_id, None)
+    table[node_id] = value
+    if len(table) > MAX_KNOWN_PEERS:
+        del table[next(iter(table))]
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def _seconds_left(grant: Grant | None) -> float | None:

@@ -65,15 +65,20 @@ class AddressInUse(TransportError):
 
 
 class Unreachable(TransportError):
-    """No address led to the peer. ``attempts`` maps each address tried to what happened there."""
+    """No address led to the peer.
+
+    ``attempts`` maps each address tried to what happened there; ``answered`` says whether something
+    spoke at one of them and did not prove to be the peer.
+    """
 
     code = "unreachable"
     exit_code = 3
     attempts: Mapping[str, str] = MappingProxyType({})
+    answered: bool = False
 
 
 class ConnectTimeout(Unreachable):
-    """The time to connect ran out. ``attempts`` as in `Unreachable`."""
+    """The time to connect ran out. ``attempts`` and ``answered`` as in `Unreachable`."""
 
     code = "connect-timeout"
 

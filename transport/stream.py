@@ -371,6 +371,7 @@ class Stream(anyio.abc.ByteStream):
             stage=stage,
             after=self.timeout,
             why="the peer is there but neither sent nor read anything",
+            fix="Look at what it is doing, or give it more time: stream.timeout.",
         )
 
     def _credit_bytes(self, data: bytes) -> bytes:

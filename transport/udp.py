@@ -1,4 +1,8 @@
-"""One UDP socket: IPv4 and IPv6 on the same port, non-blocking, with the host's error reports."""
+"""One UDP socket: IPv4 and IPv6 on the same port, non-blocking, with the host's error reports.
+
+It also tells what the host withholds from it: buffers smaller than asked, datagrams that it refuses
+to send.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,20 @@ import ipaddress
 import socket
 import struct
 import sys
+from typing import NamedTuple
 
 from auth import SocketAddress
-from transport.addresses import format_address, parse_address
+from transport.addresses import format_address, interface_addresses
+from transport.binding import parse_bind
 from transport.errors import AddressError, AddressInUse
 
-__all__ = ["UdpSocket"]
+__all__ = ["Refusal", "UdpSocket"]
 
 BUFFER_SIZE = 4 << 20
 """Asked of the kernel for each direction; it gives what its own limit allows."""
+
+MAX_REFUSALS = 64
+"""Destinations remembered to which this host refused to send; the oldest are forgotten first."""
 
 MAX_DATAGRAM = 65535
 """Larger than any UDP payload, so that none is cut."""
@@ -30,7 +39,21 @@ _ERRNO = struct.Struct("=I")
 _ICMP_ERRORS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
+_FIREWALL_ERRORS = frozenset({errno.EPERM, errno.EACCES})
+
+# EINVAL is what Linux says of a socket bound to loopback and an address that lies outside.
+_NO_ROUTE_ERRORS = frozenset(
+    {errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL}
+)
+
 _NativeAddress = tuple[str, int] | tuple[str, int, int, int]
+
+
+class Refusal(NamedTuple):
+    """Why this host did not send a datagram, and whether trying again is of no use."""
+
+    why: str
+    is_final: bool
 
 
 class UdpSocket:
@@ -40,7 +63,12 @@ class UdpSocket:
     socket of both families is never seen in its mapped form.
 
     Args:
-        bind: where to listen, as `parse_address` reads it; port 0 takes a free one.
+        bind: where to listen, as `parse_bind` reads it; port 0 takes a free one.
+
+    Attributes:
+        address: what is bound.
+        dual_stack: whether it takes IPv4 beside IPv6.
+        refused: the latest destinations to which this host sent nothing, and why.
 
     Raises:
         AddressError: `bind` is malformed, or no interface of this host has that address.
@@ -48,12 +76,13 @@ class UdpSocket:
     """
 
     def __init__(self, bind: str) -> None:
-        host, port = parse_address(bind, allow_port_zero=True)
-        self._socket, self.dual_stack = _open(host, port)
+        self._binding = parse_bind(bind)
+        self._socket, self.dual_stack = _open(*self._binding.address())
         self._is_ipv6 = self._socket.family == socket.AF_INET6
         self._socket.setblocking(False)
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, BUFFER_SIZE)
+        self.warning = _ask_for_buffers(self._socket)
+        """What is wrong with the buffers that the kernel gave, and the fix; None if nothing is."""
+        self.refused: dict[SocketAddress, Refusal] = {}
         self._reports_errors = self._ask_for_errors()
         self.has_errors = False
         """Whether the host has reported a destination unreachable since `errors` was last asked."""
@@ -63,6 +92,18 @@ class UdpSocket:
     def raw(self) -> socket.socket:
         """The socket to wait on."""
         return self._socket
+
+    def reachable(self) -> tuple[SocketAddress, ...]:
+        """Return where others may reach the socket as of now, the likeliest first."""
+        host, port = self.address
+        if not _is_wildcard(host):
+            return (self.address,)
+        found = [
+            (name, host)
+            for name, host in interface_addresses()
+            if self.dual_stack or (":" in host) == self._is_ipv6
+        ]
+        return tuple((host, port) for host in self._binding.select(found))
 
     def receive(self, limit: int) -> list[tuple[bytes, SocketAddress]]:
         """Return at most `limit` datagrams that wait, each with its source."""
@@ -84,10 +125,12 @@ class UdpSocket:
         """Send one datagram; return False when the socket's buffer is full.
 
         A datagram that the host refuses (no route, a firewall) is lost, as it might have been
-        anywhere else on its way.
+        anywhere else on its way; `refused` then says why.
         """
         target = self._native(address)
         if target is None:
+            family = "IPv6" if self._is_ipv6 else "IPv4"
+            self._refuse(address, Refusal(f"this node's socket is for {family} alone", True))
             return True
         for _ in range(2):
             try:
@@ -95,9 +138,13 @@ class UdpSocket:
             except BlockingIOError:
                 return False
             except OSError as error:
+                self._note(address, error)
                 if error.errno in _ICMP_ERRORS:
                     self.has_errors = True
                     continue  # the report about an earlier datagram, perhaps to another peer
+            else:
+                if self.refused:
+                    self.refused.pop(address, None)
             break
         return True
 
@@ -126,6 +173,19 @@ class UdpSocket:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+    def _note(self, address: SocketAddress, error: OSError) -> None:
+        if error.errno in _FIREWALL_ERRORS:
+            why = f"this host's own firewall or routes let nothing out to there ({error.strerror})"
+            self._refuse(address, Refusal(why, False))  # a firewall may drop one in a hundred
+        elif error.errno in _NO_ROUTE_ERRORS:
+            self._refuse(address, Refusal(f"this host has no way there ({error.strerror})", True))
+
+    def _refuse(self, address: SocketAddress, refusal: Refusal) -> None:
+        self.refused.pop(address, None)
+        self.refused[address] = refusal
+        if len(self.refused) > MAX_REFUSALS:
+            del self.refused[next(iter(self.refused))]
 
     def _ask_for_errors(self) -> bool:
         if sys.platform != "linux":
@@ -162,11 +222,38 @@ class UdpSocket:
         return None
 
 
+def _ask_for_buffers(sock: socket.socket) -> str | None:
+    """Ask for `BUFFER_SIZE` in each direction; return what to do if the kernel gave less."""
+    short: list[str] = []
+    fixes: list[str] = []
+    for option, way, limit in (
+        (socket.SO_RCVBUF, "receive", "net.core.rmem_max"),
+        (socket.SO_SNDBUF, "send", "net.core.wmem_max"),
+    ):
+        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_SIZE)
+        given = sock.getsockopt(socket.SOL_SOCKET, option)
+        if sys.platform == "linux":
+            given //= 2  # it counts its own bookkeeping in, as much again (socket(7))
+        if given < BUFFER_SIZE:
+            short.append(f"{given} bytes to {way}")
+            fixes.append(f"{limit}={BUFFER_SIZE}")
+    if not short:
+        return None
+    return (
+        f"UDP socket buffers are small: the kernel gave {' and '.join(short)} of {BUFFER_SIZE} "
+        f"asked, so fast transfers lose packets. Fix: sudo sysctl -w {' '.join(fixes)}"
+    )
+
+
+def _is_wildcard(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+
+
 def _open(host: str, port: int) -> tuple[socket.socket, bool]:
     """Return a bound socket, and whether it takes IPv4 beside IPv6."""
     if ":" not in host:
         return _bind(socket.AF_INET, host, port), False
-    if not ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+    if not _is_wildcard(host):
         return _bind(socket.AF_INET6, host, port), False
     if _has_ipv6():
         return _bind(socket.AF_INET6, host, port, dual_stack=True), True

@@ -15,11 +15,11 @@ from typer.core import TyperGroup
 
 from auth import MeshError
 from mesh.cli import identity, peers, running
-from mesh.cli.signals import INTERRUPTED
+from mesh.cli.signals import INTERRUPTED, interruptible
 from mesh.home import ENVIRONMENT, Home
 from mesh.version import version
 
-__all__ = ["app", "main"]
+__all__ = ["app"]
 
 
 class _Group(TyperGroup):
@@ -42,6 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose help makes a flag look as if it took a value
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -78,13 +79,9 @@ def _options(
 def _ask_passphrase(key: Path) -> str | None:
     if not sys.stdin.isatty():
         return None
-    return getpass.getpass(f"Passphrase of {key}: ")
+    with interruptible():  # so that the terminal shows again what is typed
+        return getpass.getpass(f"Passphrase of {key}: ")
 
 
 for _commands in (identity, running, peers):
     _commands.add_to(app)
-
-
-def main() -> None:
-    """Run the command with the arguments of the process, and exit with its code."""
-    app(prog_name="mesh")

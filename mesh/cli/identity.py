@@ -19,6 +19,7 @@ from auth import (
 )
 from auth.grant import check_scopes
 from mesh.cli.output import JsonOption, json_out
+from mesh.cli.signals import held, interruptible
 from mesh.errors import NotRunning
 from mesh.home import Home
 from mesh.peerbook import KnownPeer, check_free
@@ -48,12 +49,14 @@ def init(
     fresh = not home.exists()
     if passphrase and not fresh:
         raise typer.BadParameter(f"there is a key already: {home.key_path}")
-    protection = (
-        typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
-        if passphrase
-        else None
-    )
-    node_id = home.create(passphrase=protection).node_id
+    protection = None
+    if passphrase:
+        with interruptible():
+            protection = typer.prompt(
+                "Passphrase", hide_input=True, confirmation_prompt=True, err=True
+            )
+    with held():
+        node_id = home.create(passphrase=protection).node_id
     if json:
         json_out({"node_id": str(node_id), "home": str(home.path), "created": fresh})
         return
@@ -87,16 +90,21 @@ def allow(
 ) -> None:
     """Let a node in, by its key. A running daemon follows at once."""
     home: Home = context.obj
-    machine = home.create().node_id
-    keys = home.authorized_keys(machine)
-    names = _names(home, keys)
+    # All is checked before a fresh home gets its key.
+    chosen = _scopes(scopes)
+    until = None if expires is None else time.time() + duration(expires)
+    names: Mapping[NodeId, str | None] = {}
+    if home.exists():
+        names = _names(home, home.authorized_keys(home.key().node_id))
     node_id = _known_or_whole(node, names)
     name = name or names.get(node_id)
-    until = None if expires is None else time.time() + duration(expires)
     if name is not None:
         check_free(name, node_id, names)
-        home.peers.remember(node_id, petname=name)
-    entry = keys.add(node_id, name, scopes=_scopes(scopes), expires=until)
+    with held():
+        keys = home.authorized_keys(home.create().node_id)
+        if name is not None:
+            home.peers.remember(node_id, petname=name)
+        entry = keys.add(node_id, name, scopes=chosen, expires=until)
     print(f"{KnownPeer(node_id, name).label} may use this machine for {', '.join(entry.scopes)}")
 
 
@@ -106,13 +114,16 @@ def deny(
 ) -> None:
     """Let a node in no longer, and forget it. A running daemon closes its connections."""
     home: Home = context.obj
-    keys = home.authorized_keys(home.key().node_id)
+    machine = home.key().node_id
+    keys = home.authorized_keys(machine)
     names = _names(home, keys)
     node_id = match_node(node, names)
     label = KnownPeer(node_id, names[node_id]).label
-    removed = keys.remove(node_id)
-    home.peers.forget(node_id)
+    with held():
+        removed = keys.remove(node_id)
+        home.peers.forget(node_id)
     print(f"{label} may no longer use this machine" if removed else f"{label} is forgotten")
+    print(f"It may still let this machine in. To end that, too, on it: mesh deny {machine.short}")
 
 
 def invite(
@@ -177,5 +188,14 @@ def _names(home: Home, keys: AuthorizedKeys) -> Mapping[NodeId, str | None]:
 def _known_or_whole(text: str, names: Mapping[NodeId, str | None]) -> NodeId:
     try:
         return match_node(text, names)
-    except IdentityError:
-        return NodeId.parse(text)
+    except IdentityError as error:
+        typed = text.strip().lower()
+        if any(str(n).startswith(typed) or n.short.startswith(typed) for n in names):
+            raise  # it could be any of several
+        if len(typed) > len("k7f3-9q2m"):
+            return NodeId.parse(text)  # which says what is wrong with it
+        raise IdentityError(
+            f"node {text!r}",
+            why=f"{error.why}; `mesh deny` forgets a node",
+            fix="Give its whole id: `mesh id` on that machine prints it.",
+        ) from None

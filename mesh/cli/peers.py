@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import anyio
 import typer
 
 from auth import MeshError, Ticket
 from mesh.cli.output import JsonOption, json_out, rtt_text, table, time_text
 from mesh.cli.running import ask
+from mesh.cli.signals import run
 from mesh.home import Home
 
 __all__ = ["add_to"]
@@ -59,11 +59,11 @@ def ping(
     """Measure the round trip to a peer, or say why there is none."""
     home: Home = context.obj
     if home.running() is None:
-        answer = anyio.run(_ping_alone, home, target, count, timeout)
+        answer = run(_ping_alone, home, target, count, timeout)
     else:
         value = {"target": target, "count": count, "timeout": timeout}
         limit = timeout * (count + 1) + MARGIN
-        answer = anyio.run(lambda: ask(home, "node.ping_peer", value, timeout=limit))
+        answer = run(lambda: ask(home, "node.ping_peer", value, timeout=limit))
     if json:
         json_out(answer)
         return
@@ -86,9 +86,9 @@ def join(
     runs = home.running() is not None
     if runs:
         value = {"ticket": parsed.encode(), "petname": name}
-        answer = anyio.run(ask, home, "node.join", value)
+        answer = run(ask, home, "node.join", value)
     else:
-        answer = anyio.run(_join_alone, home, parsed, name)
+        answer = run(_join_alone, home, parsed, name)
     if json:
         json_out(answer)
         return
@@ -124,7 +124,7 @@ def _states(home: Home) -> dict[str, str]:
     if home.running() is None:
         return {}
     try:
-        answer = anyio.run(ask, home, "node.status", None)
+        answer = run(ask, home, "node.status", None)
     except MeshError:
         return {}
     return {peer["node_id"]: peer["state"] for peer in answer["peers"]}

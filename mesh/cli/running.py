@@ -13,6 +13,7 @@ import typer
 
 from auth import MeshError
 from mesh.cli.output import JsonOption, bytes_text, json_out, rtt_text, table
+from mesh.cli.signals import run
 from mesh.home import Home
 
 __all__ = ["add_to"]
@@ -23,6 +24,15 @@ STOP_SECONDS = 5.0
 """How long ``down`` waits for the daemon to be gone; it leaves within 3."""
 
 _STOP_POLL = 0.05
+
+# Whether the peer may use this machine, and this machine the peer; None is not known.
+_USE = {
+    (True, True): "both ways",
+    (False, True): "only we may use it",
+    (True, None): "it may use us",
+    (False, None): "neither",
+    (None, None): "-",
+}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,8 +46,11 @@ def up(
     bind: Annotated[
         str,
         typer.Option(
-            metavar="ADDR:PORT",
-            help="UDP address to listen on; port 0 takes a free one. Default: every interface.",
+            metavar="WHERE",
+            help="Where to listen: ADDR:PORT, or a choice of interfaces and networks such as "
+            "'eth0:4433', '10.0.0.0/8:0' or '^lo,docker*'. One that comes down to several "
+            "addresses listens on all of the host and tells peers those. Port 0 takes a free one. "
+            "Default: every interface.",
             show_default=False,
         ),
     ] = ANY_ADDRESS,
@@ -53,14 +66,14 @@ def up(
 ) -> None:
     """Run this machine's peer daemon, until Ctrl+C or `mesh down`."""
     from mesh.cli import up as running
-    from transport import EndpointConfig, parse_address
+    from transport import EndpointConfig, parse_address, parse_bind
 
     for address in advertise or ():
         parse_address(address)
-    parse_address(bind, allow_port_zero=True)
+    parse_bind(bind).address()  # said before PyTorch is loaded, too
     config = EndpointConfig(bind=bind, advertise=tuple(advertise or ()), linger=running.LINGER)
-    run = running.in_background if detach else running.in_foreground
-    raise typer.Exit(run(context.obj, config))
+    start = running.in_background if detach else running.in_foreground
+    raise typer.Exit(start(context.obj, config))
 
 
 def down(context: typer.Context) -> None:
@@ -69,13 +82,13 @@ def down(context: typer.Context) -> None:
     if home.running() is None:
         print(f"no daemon runs in {home.path}")
         return
-    anyio.run(_stop, home)
+    run(_stop, home)
     print("stopped")
 
 
 def status(context: typer.Context, json: JsonOption = False) -> None:
     """Show the daemon, and every peer: how far it got with it, path, round trip, bytes."""
-    answer = anyio.run(ask, context.obj, "node.status", None)
+    answer = run(ask, context.obj, "node.status", None)
     if json:
         json_out(answer)
         return
@@ -84,8 +97,10 @@ def status(context: typer.Context, json: JsonOption = False) -> None:
     print(f"up         {answer['uptime']:.0f} s, process {answer['pid']}, {answer['version']}")
     print(f"devices    {', '.join(answer['devices'])}")
     print(f"tables     {', '.join(f'{name} {n}' for name, n in sorted(answer['tables'].items()))}")
+    for warning in answer["warnings"]:
+        print(f"warning    {warning}")
     table(
-        ("peer", "state", "path", "round trip", "sent", "received", "reason"),
+        ("peer", "state", "use", "path", "round trip", "sent", "received", "reason"),
         [_status_row(peer) for peer in answer["peers"]],
         empty="\nNo peers yet: `mesh invite` prints what another machine needs to join.",
     )
@@ -149,6 +164,7 @@ def _status_row(peer: dict[str, Any]) -> tuple[str, ...]:
     return (
         name,
         peer["state"],
+        _USE[peer["may_use_this"], peer["this_may_use"]],
         peer["path"] or ", ".join(peer["addresses"]) or "-",
         rtt_text(peer["rtt"]),
         bytes_text(peer["bytes_sent"]),

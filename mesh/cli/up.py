@@ -13,7 +13,7 @@ from ipaddress import ip_address
 import anyio
 
 from auth import ADMIN, MeshError, NodeId, SocketAddress, Ticket
-from mesh.cli.signals import INTERRUPTED, wait_for_signal
+from mesh.cli.signals import INTERRUPTED, held, interruptible, wait_for_signal
 from mesh.daemon import Daemon
 from mesh.errors import DeadlineExceeded, HomeError, Superseded
 from mesh.home import Home
@@ -40,9 +40,14 @@ START_SECONDS = 30.0
 
 _START_POLL = 0.05
 
+# Windows has no SIGHUP.
+_SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP"))
+
 
 def in_foreground(home: Home, config: EndpointConfig) -> int:
     """Run the daemon until a signal or ``mesh down``; return the exit code."""
+    with held():
+        home.create()
     # Made outside the loop: it imports torch.
     return anyio.run(_serve, Daemon(home, config))
 
@@ -64,26 +69,37 @@ def in_background(home: Home, config: EndpointConfig) -> int:
             start_new_session=True,
             env=os.environ | home.key_environment(),
         )
-    deadline = time.monotonic() + START_SECONDS
-    while (running := home.running()) is None or running.pid != process.pid:
-        code = process.poll()
-        if code is not None:
-            sys.stderr.write(home.log_path.read_bytes()[offset:].decode(errors="replace"))
-            return code or 1
-        if time.monotonic() > deadline:
+        try:
+            with interruptible():
+                running = _wait_for_start(home, process)
+        except BaseException:
             process.terminate()
-            raise DeadlineExceeded(
-                "starting the daemon", after=START_SECONDS, fix=f"Its log: {home.log_path}"
-            )
-        time.sleep(_START_POLL)
+            raise
+    if running is None:
+        sys.stderr.write(home.log_path.read_bytes()[offset:].decode(errors="replace"))
+        return process.returncode or 1
     _print_banner(home, running)
     print(f"\nProcess {running.pid} runs in the background and writes to {home.log_path}.")
     print("Stop it: mesh down")
     return 0
 
 
+def _wait_for_start(home: Home, process: subprocess.Popen[bytes]) -> RunFile | None:
+    """Return the run file of the daemon once it has written it, or None if it has ended."""
+    deadline = time.monotonic() + START_SECONDS
+    while (running := home.running()) is None or running.pid != process.pid:
+        if process.poll() is not None:
+            return None
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                "starting the daemon", after=START_SECONDS, fix=f"Its log: {home.log_path}"
+            )
+        time.sleep(_START_POLL)
+    return running
+
+
 async def _serve(daemon: Daemon) -> int:
-    code = 0
+    code: int | None = None
 
     def interrupted(number: int) -> None:
         nonlocal code
@@ -92,18 +108,19 @@ async def _serve(daemon: Daemon) -> int:
 
     node = daemon.node
     async with helpers() as tasks:
-        tasks.start_soon(wait_for_signal, interrupted)
+        await tasks.start(wait_for_signal, interrupted, _SIGNALS)
         async with daemon.running(
             observe=partial(_print_event, node), refused=partial(_print_refusal, node)
         ):
             running = RunFile.load(daemon.home.run_path)
             if running is None:
                 raise HomeError(f"run file {daemon.home.run_path}", why="it is gone")
-            _print_banner(daemon.home, running)
-            print("\nCtrl+C to leave.\n", flush=True)
-            await daemon.stopped()
-            _say("leaving")
-    return code
+            if code is None:  # nobody was faster
+                _print_banner(daemon.home, running)
+                print("\nCtrl+C to leave.\n", flush=True)
+                await daemon.stopped()
+                _say("leaving")
+    return code or 0
 
 
 def _print_banner(home: Home, running: RunFile) -> None:
@@ -118,7 +135,9 @@ def _print_banner(home: Home, running: RunFile) -> None:
     print("\nOn the other machine (works once, within a day; `mesh invite` prints another):")
     print(f"\n  mesh join {ticket}\n")
     print("Then, in Python on a machine that has joined:\n")
-    print(f'  with mesh.blocking.Node.client("{plain}") as node: print(node.peers())', flush=True)
+    # Not indented, so that it runs as it is pasted.
+    print("import mesh")
+    print(f'with mesh.blocking.Node.client("{plain}") as node: print(node.peers())', flush=True)
 
 
 def _print_event(node: Node, event: EndpointEvent) -> None:
@@ -137,7 +156,8 @@ def _print_event(node: Node, event: EndpointEvent) -> None:
 
 
 def _print_refusal(node: Node, node_id: NodeId, error: MeshError) -> None:
-    _say(f"refused  by {node.label(node_id)}: {error.why}")
+    todo = "" if error.fix is None else f". {error.fix}"
+    _say(f"refused  by {node.label(node_id)}: {error.why}{todo}")
 
 
 def _is_command(node: Node, connection: Connection) -> bool:

@@ -28,7 +28,6 @@ from transport import (
     EndpointEvent,
     Incoming,
     format_address,
-    parse_address,
 )
 from transport.errors import ProtocolError
 
@@ -173,9 +172,9 @@ def _run_file(path: Path, node: Node) -> Iterator[None]:
 
 def _local_addresses(endpoint: Endpoint) -> tuple[SocketAddress, ...]:
     """Return where this machine itself reaches its endpoint."""
-    host, _ = parse_address(endpoint.config.bind, allow_port_zero=True)
+    host, port = endpoint.bound
     literal = ipaddress.ip_address(host.partition("%")[0])
     if not literal.is_unspecified:
-        return ((host, endpoint.port),)
+        return (endpoint.bound,)
     hosts = ("127.0.0.1", "::1") if literal.version == 6 else ("127.0.0.1",)
-    return tuple((each, endpoint.port) for each in hosts)
+    return tuple((each, port) for each in hosts)

@@ -31,6 +31,12 @@ def test_a_message_joins_what_is_known() -> None:
     assert str(MeshError("move")) == "move"
 
 
+def test_a_reason_that_is_a_sentence_keeps_its_one_full_stop() -> None:
+    inner = IdentityError("node id 'x'", why="it is short", fix="Copy it again.")
+    outer = IdentityError("reading a file", why=str(inner), fix="Correct it.")
+    assert str(outer) == "reading a file: node id 'x': it is short. Copy it again. Correct it."
+
+
 def test_no_message_is_empty() -> None:
     with pytest.raises(ValueError, match="what failed"):
         MeshError("")

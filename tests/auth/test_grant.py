@@ -155,6 +155,10 @@ def test_quotas_are_not_negative(name: str) -> None:
 )
 def test_a_denial_has_a_code_and_a_reason(code: str, reason: str) -> None:
     Denial("not-authorized", "x" * 256)
+    Denial("not-authorized", "x", "y" * 256)
+    for fix in ("", "y" * 257):
+        with pytest.raises(ValueError, match="a fix has"):
+            Denial("not-authorized", "x", fix)
     with pytest.raises(ValueError, match=r"code|reason"):
         Denial(code, reason)
 

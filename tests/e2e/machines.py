@@ -48,8 +48,10 @@ class Daemon:
         return self.wait_for(r"^  mesh join (mesh1\w+)$")[1]
 
     @property
-    def python_line(self) -> str:
-        return self.wait_for(r"^  (with mesh\.blocking\..*)$")[1]
+    def python_lines(self) -> str:
+        """What it prints for Python, as it stands there."""
+        line = self.wait_for(r"^with mesh\.blocking\..*$")[0]
+        return "\n".join(self.lines[self.lines.index("import mesh") : self.lines.index(line) + 1])
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

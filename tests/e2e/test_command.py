@@ -40,12 +40,21 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
         # Not twice.
         refused = Machine(b.home.parent / "c").run("join", first.ticket, code=4)
         assert "used" in refused.stderr
+        assert "another: mesh invite" in refused.stderr
+        # Once, and with the time.
+        first.wait_for(r"^\d\d:\d\d:\d\d refused +\S+ at .*was used")
+        assert len([line for line in first.lines if "refused" in line]) == 1
 
         with b.up(bind=None) as second:
             first.wait_for(r"joined +\w{4}-\w{4} at ")
             second.wait_for(r"joined +first \(\w{4}-\w{4}\) at ")
             assert b.run("ping", "first", "-c", "2").stdout.count("ms") == 2
             short = b.json("id")["short"]
+            # Each has a name for the other, the first one from what the second calls its host.
+            (name,) = (peer["petname"] for peer in a.json("peers")["peers"])
+            assert a.run("ping", name, "-c", "1").stdout.startswith(f"{name} ({short}) at ")
+            assert "both ways" in b.run("status").stdout
+            assert "it may use us" in a.run("status").stdout
             (rtt,) = a.json("ping", short, "-c", "1")["rtts"]
             assert 0 < rtt < 3
             for machine, other in ((a, b), (b, a)):
@@ -59,13 +68,13 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
             assert "first" in b.run("status").stdout
             assert b.json("peers")["peers"][0]["state"] == "authorised"
 
-            done = b.python("import mesh\n" + first.python_line)
+            done = b.python(first.python_lines)
             assert done.returncode == 0, done.stderr
             assert "authorised" in done.stdout
 
             assert b.run("down").stdout == "stopped\n"
             assert second.wait() == 0
-            first.wait_for(r"left +\w{4}-\w{4} at .*: left$")
+            first.wait_for(r"left +\S+ \(\w{4}-\w{4}\) at .*: left$")  # it got its host's name
         b.run("status", code=3)
         first.signal(signal.SIGTERM)
         assert first.wait(LEAVE_SECONDS) == 0
@@ -86,6 +95,45 @@ def test_interrupt_leaves_cleanly(machines: tuple[Machine, Machine]) -> None:
             assert not any("Traceback" in line for line in second.lines)
 
 
+def test_no_import_swallows_an_interrupt() -> None:
+    code = (
+        "import sys, time\n"
+        "import mesh.cli\n"
+        "class Swallows:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'mesh.cli.app':\n"
+        "            print('importing', flush=True)\n"
+        "            try:\n"
+        "                time.sleep(30)\n"
+        "            except BaseException:\n"
+        "                print('swallowed', flush=True)\n"
+        "sys.meta_path.insert(0, Swallows())\n"
+        "mesh.cli.main()\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=LEAVE_SECONDS) == (b"", b"")
+        assert process.returncode == 130
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.7, 1.2, 1.8, 2.6])
+def test_interrupt_of_a_start(machines: tuple[Machine, Machine], seconds: float) -> None:
+    # Within the imports, between them and the loop, or once it runs: wherever that is here.
+    a, _ = machines
+    process = a.start()
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=LEAVE_SECONDS)
+    assert process.returncode == 130
+    assert "Traceback" not in out
+    assert "Error" not in out
+    assert not (a.home / "daemon.json").exists()
+    assert "no daemon runs" in a.run("down").stdout
+
+
 def test_interrupt_beside_a_frozen_peer(machines: tuple[Machine, Machine]) -> None:
     a, b = machines
     with a.up() as first:
@@ -101,11 +149,13 @@ def test_interrupt_beside_a_frozen_peer(machines: tuple[Machine, Machine]) -> No
 def test_second_interrupt_forces() -> None:
     # The loop is stuck, as in a computation that never yields: only force can end it.
     code = (
-        "import anyio, time\n"
+        "import anyio, signal, time\n"
         "from mesh.cli.signals import wait_for_signal\n"
+        "def told(number):\n"
+        "    print('first', flush=True)\n"
         "async def main():\n"
         "    async with anyio.create_task_group() as tasks:\n"
-        "        tasks.start_soon(wait_for_signal, lambda number: print('first', flush=True))\n"
+        "        await tasks.start(wait_for_signal, told, (signal.SIGINT,))\n"
         "        await anyio.sleep(0.2)\n"
         "        print('ready', flush=True)\n"
         "        await anyio.sleep(0.5)\n"

@@ -49,6 +49,15 @@ def test_the_daemon_and_the_client_run_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+def test_the_client_without_a_ticket_says_how_it_is_used() -> None:
+    command = [sys.executable, "-m", "examples.client"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.e2e
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["fastapi_app", "trio_app", "asyncio_app"])
 def test_the_apps_and_the_client_run_as_printed(kind: str, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_directory_that_others_can_write(tmp_path: Path) -> None:
 
 def test_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
-    with pytest.raises(HomeError, match="File exists"):
+    with pytest.raises(HomeError, match="not a directory"):
         Home(tmp_path / "f").create()
 
 

@@ -24,13 +24,15 @@ from auth import (
     SharedSecret,
     Ticket,
     all_of,
+    allow_any,
     callback,
     deny_all,
 )
 from mesh import Home, Node, PeerState, PeerStatus
+from mesh.daemon import Daemon
 from mesh.errors import NodeError, UnknownPeer, Unreachable
 from tests.mesh.nodes import LOOPBACK, eventually, machine, node, program
-from transport import AddressInUse, EndpointConfig, Incoming
+from transport import AddressInUse, EndpointConfig, Incoming, ServiceUnknown
 
 pytestmark = pytest.mark.anyio
 
@@ -122,7 +124,73 @@ async def test_key_without_an_address() -> None:
         with pytest.raises(UnknownPeer, match="an address of it") as caught:
             await here.connect(stranger)
         assert time.monotonic() - began < 1
-        assert Ticket.decode(str(caught.value).split()[-1]).node_id == stranger
+        assert "mesh join mesh1..." in str(caught.value)
+
+
+async def test_errors_name_the_peer_and_count_from_the_beginning(tmp_path: Path) -> None:
+    config = EndpointConfig(bind="127.0.0.1:0", liveness=0.6)
+    async with machine(tmp_path) as here:
+        assert here.home is not None
+        gone = SecretKey.generate().node_id
+        here.home.peers.remember(gone, petname="gpu-a", addresses=[("127.0.0.1", 9)])
+        with pytest.raises(Unreachable, match=rf"with gpu-a \({gone.short}\)"):
+            await here.connect("gpu-a", timeout=0.3)
+        there = Node.embedded(
+            key=SecretKey.generate(), authorizer=allow_any(), config=config, tensors=False
+        )
+        async with there:
+            peer = await here.connect(there.ticket())
+            here.home.peers.remember(there.node_id, petname="gpu-b")
+            with pytest.raises(ServiceUnknown, match=r"with gpu-b \("):
+                await peer.put(torch.ones(3))
+        began = anyio.current_time()
+        with pytest.raises(Unreachable, match=r"with gpu-b \(") as caught:
+            await peer.put(torch.ones(3), timeout=20.0)
+        took = anyio.current_time() - began
+        assert caught.value.after == pytest.approx(took, abs=0.1)
+
+
+async def test_a_program_finds_the_daemon_of_its_machine(tmp_path: Path) -> None:
+    home, other = Home(tmp_path / "a"), Home(tmp_path / "b")
+    other.create()
+    daemon = Daemon(home, LOOPBACK)
+    async with daemon.running(observe=lambda _: None, refused=lambda *_: None):
+        async with program(home=home.path) as node:
+            peer = await node.connect(str(home.key().node_id))
+            assert await peer.ping() > 0
+        # Whoever is not of the machine knows nothing of its run file.
+        async with program(home=other.path) as node:
+            with pytest.raises(UnknownPeer):
+                await node.connect(home.key().node_id)
+    async with program(home=home.path) as node:
+        with pytest.raises(UnknownPeer):  # it runs no more
+            await node.connect(home.key().node_id)
+
+
+async def test_status_tells_who_may_use_whom(tmp_path: Path) -> None:
+    async with node() as there, machine(tmp_path) as here:
+        await here.connect(there.ticket())
+        await eventually(lambda: bool(there.endpoint.connections))
+        ours, theirs = status_of(here, there), status_of(there, here)
+        assert (ours.may_use_this, ours.this_may_use) == (False, True)
+        assert (theirs.may_use_this, theirs.this_may_use) == (True, None)
+        assert here.home is not None
+        here.home.authorized_keys(here.node_id).add(there.node_id)
+        await (await here.connect(there.node_id)).close()
+        await here.connect(there.ticket())
+        assert status_of(here, there).may_use_this is True
+
+
+async def test_a_refused_peer_is_told_what_to_do(tmp_path: Path) -> None:
+    async with machine(tmp_path) as there, node() as here, node() as late:
+        with pytest.raises(AccessDenied) as caught:
+            await here.connect(there.ticket())
+        assert f"mesh allow {here.node_id}" in (caught.value.fix or "")
+        invite = there.invite()
+        await here.connect(invite)
+        with pytest.raises(AccessDenied) as caught:
+            await late.connect(invite)
+        assert "another: mesh invite" in (caught.value.fix or "")
 
 
 async def test_leaving_is_told() -> None:

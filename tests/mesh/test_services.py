@@ -10,6 +10,7 @@ import pytest
 from auth import AccessDenied, SecretKey, Ticket, allow_any
 from mesh import Node
 from mesh.errors import NodeError, ProtocolError, UnknownPeer, Unreachable
+from mesh.peerbook import suggest_petname
 from mesh.services import announce, error_of, error_value
 from tests.mesh.nodes import machine, node
 from transport import CborValue, Connection
@@ -135,6 +136,17 @@ async def test_announcement_teaches_both(tmp_path: Path) -> None:
             assert entry is not None
             assert entry.addresses == (("127.0.0.1", other.endpoint.port),)
             assert entry.seen is not None
+
+
+async def test_announcement_names_whoever_joined(tmp_path: Path) -> None:
+    async with machine(tmp_path / "a") as a, machine(tmp_path / "b") as b:
+        assert a.home is not None
+        assert b.home is not None
+        a.home.authorized_keys(a.node_id).add(b.node_id)
+        host = await announce(b, await link(b, a))
+        assert a.home.peers.petnames()[b.node_id] == suggest_petname(host, ())
+        # Whoever joined asks its user what to call the other.
+        assert b.home.peers.petnames()[a.node_id] is None
 
 
 async def test_name_from_an_invite_reaches_the_book(tmp_path: Path) -> None:

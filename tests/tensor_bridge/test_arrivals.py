@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import anyio
 import pytest
 import torch
@@ -76,7 +79,7 @@ async def test_a_finished_arrival_is_found_again(room: Room) -> None:
     async with room.arrivals.hold(ALICE, "u", META, name="w") as arrival:
         stored = arrival.keep()
     assert len(room.arrivals) == 0
-    assert stored.name == "w"
+    assert room.store.get(stored.object_id).name == "w"
     async with room.arrivals.hold(ALICE, "u", META) as again:
         assert (again.moved, again.landing) == (100, None)
         assert again.keep() is stored
@@ -182,3 +185,14 @@ async def test_finished_ones_are_remembered_in_a_bounded_number(room: Room) -> N
         async with room.arrivals.hold(ALICE, str(number), nothing) as arrival:
             room.store.delete(arrival.keep().object_id)
     assert len(room.arrivals._finished) == MAX_FINISHED
+
+
+async def test_a_deleted_tensor_is_freed_though_its_arrival_is_remembered(room: Room) -> None:
+    async with room.arrivals.hold(ALICE, "u", META) as arrival:
+        assert arrival.landing is not None
+        memory = weakref.ref(arrival.landing.tensor)
+        stored = arrival.keep()
+    del arrival
+    room.store.delete(stored.object_id)
+    gc.collect()
+    assert memory() is None

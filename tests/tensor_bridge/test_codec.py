@@ -165,7 +165,8 @@ def _float_parameters() -> torch.Tensor:
     ("make", "why"),
     [
         (lambda: torch.ones(2, 2).to_sparse(), "sparse_coo"),
-        (lambda: torch.empty(3, device="meta"), "meta"),
+        (lambda: torch.empty(3, device="meta"), "a shape and no elements"),
+        (lambda: [1, 2, 3], "it is no torch.Tensor"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
         (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "wrapper"),
         (lambda: torch.nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2))), "wrapper"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 import torch
 
@@ -14,7 +15,14 @@ from tensor_bridge import (
     TensorStore,
     UnsupportedTensor,
 )
-from tensor_bridge.serve_create import FILLS, CreateCall, dense_meta
+from tensor_bridge.serve_create import (
+    FILLS,
+    PIECE,
+    WHOLE_BLOCK,
+    CreateCall,
+    _fill,
+    dense_meta,
+)
 from transport import Endpoint, EndpointConfig, PeerAddress, ProtocolError
 
 CONFIG = EndpointConfig(bind="127.0.0.1:0")
@@ -62,13 +70,47 @@ async def test_refusals_leave_no_room_taken(client):
         await client.create("randn", (4,), dtype=torch.int64)
     with pytest.raises(QuotaExceeded):
         await client.create("zeros", (1 << 40,))
-    with pytest.raises(ProtocolError, match="fill"):
+    with pytest.raises(UnsupportedTensor, match=r"no such fill.*zeros"):
         await client.create("from_file", (4,))
+    for shape in ((2, -1), (1.5,), (True,)):
+        with pytest.raises(UnsupportedTensor, match="no size"):
+            await client.create("zeros", shape)
     assert await client.list() == ()
     await client.create("zeros", (1 << 20,), dtype=torch.uint8)  # all the room there is
 
 
+def test_a_wish_for_another_fill_is_refused():
+    call = CreateCall("ab" * 16, "from_file", dense_meta(torch.float64, (4,))).encode()
+    with pytest.raises(ProtocolError, match="fill"):
+        CreateCall.decode(call)
+
+
 def test_sizes_that_overflow_are_refused():
-    call = CreateCall("zeros", dense_meta(torch.float64, (1 << 40, 1 << 40))).encode()
+    call = CreateCall("ab" * 16, "zeros", dense_meta(torch.float64, (1 << 40, 1 << 40))).encode()
     with pytest.raises(ProtocolError, match="bytes"):
         CreateCall.decode(call)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("count", [2 * PIECE, 2 * PIECE + 1, 2 * PIECE + WHOLE_BLOCK])
+@pytest.mark.parametrize("fill", ["rand", "randn", "arange"])
+async def test_pieces_give_what_the_whole_would(fill, count):
+    generator = torch.Generator().manual_seed(3)
+    whole = {
+        "rand": lambda: torch.rand(count, generator=generator),
+        "randn": lambda: torch.randn(count, generator=generator),
+        "arange": lambda: torch.arange(count, dtype=torch.float32),
+    }[fill]()
+    tensor = torch.empty(count)
+    await _fill(CreateCall("0" * 32, fill, dense_meta(torch.float32, (count,)), seed=3), tensor)
+    assert torch.equal(tensor, whole)
+
+
+@pytest.mark.anyio
+async def test_a_large_creation_can_be_given_up_at_once(monkeypatch):
+    monkeypatch.setitem(FILLS, "zeros", lambda *_: None)
+    tensor = torch.empty(()).expand(1 << 40)  # hours of work, no memory
+    call = CreateCall("0" * 32, "zeros", dense_meta(torch.float32, (1 << 40,)))
+    with anyio.move_on_after(0.1) as scope:
+        await _fill(call, tensor)
+    assert scope.cancelled_caught

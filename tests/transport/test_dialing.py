@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -153,6 +154,74 @@ async def test_a_refused_address_makes_way_at_once() -> None:
                 PeerAddress(listener.node_id, (dead, ("127.0.0.1", listener.port)))
             )
             assert time.monotonic() - began < 0.24, "no stagger is waited for"
+
+
+@pytest.mark.parametrize(("dead", "live"), [("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
+async def test_families_race_and_the_one_that_works_wins(dead: str, live: str) -> None:
+    async with endpoint(bind="[::]:0") as dialer, endpoint(bind="[::]:0") as listener:
+        family = socket.AF_INET6 if ":" in dead else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as mute:
+            mute.bind((dead, 0))
+            nobody = (dead, mute.getsockname()[1])
+            began = time.monotonic()
+            connection = await dialer.connect(
+                PeerAddress(listener.node_id, (nobody, (live, listener.port)))
+            )
+            assert time.monotonic() - began < 1.0
+            assert connection.remote_address == (live, listener.port)
+
+
+async def test_an_address_that_this_host_has_no_way_to_makes_way_at_once() -> None:
+    async with endpoint() as listener, endpoint() as dialer:
+        began = time.monotonic()
+        there = ("127.0.0.1", listener.port)
+        await dialer.connect(PeerAddress(listener.node_id, (("2001:db8::1", 9), there)))
+        assert time.monotonic() - began < 0.24, "no stagger is waited for"
+        with pytest.raises(Unreachable, match=r"\[2001:db8::1\]:9: .*socket is for IPv4 alone"):
+            await dialer.connect(PeerAddress(SecretKey.generate().node_id, (("2001:db8::1", 9),)))
+        await eventually(lambda: len(dialer._connections) == 1)
+
+
+async def test_the_winner_is_remembered_and_dialled_first() -> None:
+    with silent() as dead:
+        async with endpoint() as listener, endpoint() as dialer:
+            there = ("127.0.0.1", listener.port)
+            target = PeerAddress(listener.node_id, (dead, there))
+            took = []
+            for _ in range(2):
+                began = time.monotonic()
+                connection = await dialer.connect(target)
+                took.append(time.monotonic() - began)
+                assert connection.remote_address == there
+                await connection.close()
+            assert took[1] < 0.25 <= took[0], "no stagger beside the dead one any more"
+
+
+async def test_where_nothing_comes_back_the_firewalls_are_named() -> None:
+    with silent() as mute, closed() as refused:
+        async with endpoint() as dialer:
+            target = PeerAddress(SecretKey.generate().node_id, (mute,))
+            with pytest.raises(ConnectTimeout, match=r"UDP is blocked.*ufw allow PORT/udp"):
+                await dialer.connect(target, timeout=0.2)
+            with pytest.raises(Unreachable) as caught:
+                await dialer.connect(PeerAddress(target.node_id, (refused,)))
+            assert "blocked" not in str(caught.value), "a refusal came through"
+
+
+async def test_a_firewall_of_this_host_is_named() -> None:
+    with silent() as address:
+        async with endpoint() as dialer:
+            sock = dialer._driver.socket
+
+            def refuse(data: bytes, target: SocketAddress) -> bool:
+                sock._note(target, PermissionError(errno.EPERM, "Operation not permitted"))
+                return True
+
+            sock.send = refuse  # type: ignore[method-assign]
+            with pytest.raises(ConnectTimeout, match=r"firewall .*\(Operation not permitted\)"):
+                await dialer.connect(
+                    PeerAddress(SecretKey.generate().node_id, (address,)), timeout=0.2
+                )
 
 
 async def test_every_address_is_named_with_its_own_error() -> None:
@@ -386,7 +455,7 @@ async def test_a_restarted_peer_on_another_port_takes_its_former_place() -> None
             assert new.remote_boot != old.remote_boot
 
 
-async def test_a_restarted_peer_on_the_same_port_is_reached_at_once() -> None:
+async def test_a_restarted_peer_on_the_same_port_is_reached_within_the_liveness_bound() -> None:
     key = SecretKey.generate()
     async with endpoint() as node:
         async with peer_process(key) as first:
@@ -401,7 +470,9 @@ async def test_a_restarted_peer_on_the_same_port_is_reached_at_once() -> None:
                 except MeshError:
                     pass
             assert answer == 2
-            assert time.monotonic() - began < 2.0
+            # At once where the closed port was reported in between; else the old link, whose port
+            # has a process again, is silent for the bound of 3 s.
+            assert time.monotonic() - began < 3.5
 
 
 async def test_a_peer_that_restarted_dials_us_and_is_taken_for_its_former_self() -> None:

@@ -71,6 +71,7 @@ def test_an_answer_clears_a_suspect() -> None:
     liveness.suspect(0.5, 0.1)
     liveness.check(0.5)
     liveness.heard(0.6)
+    assert not liveness.is_suspect
     assert liveness.check(0.9) is Verdict.WAIT
     assert verdicts(liveness, 100.0)[-1] == (3.6, Verdict.LOST)
 
@@ -200,6 +201,7 @@ def test_a_peer_whose_host_reports_it_gone_is_lost_within_a_moment() -> None:
     dialer.core.suspect(now)
     assert world.run(lambda: dialer.core.ended, seconds=10)
     assert world.now - now <= SUSPECT_SECONDS + 0.01
+    assert "reports its port closed" in dialer.core.ended.reason
 
 
 @pytest.mark.attack

@@ -6,13 +6,15 @@ import errno
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import anyio
 import pytest
 
-from tests.transport.nodes import eventually, pair
+from tests.transport.nodes import endpoint, eventually, pair
 from transport import AddressError, AddressInUse, Incoming, format_address, parse_address
-from transport.addresses import canonical_address, reachable_addresses
+from transport.addresses import canonical_address
+from transport.endpoint import _warn_once
 from transport.udp import UdpSocket
 
 # -- addresses
@@ -61,15 +63,24 @@ def test_everything_else_is_refused_with_the_text_in_question(text: str) -> None
     assert repr(text) in str(caught.value)
 
 
+def reachable(bind: str) -> list[str]:
+    sock = UdpSocket(bind)
+    try:
+        found = sock.reachable()
+        assert all(port == sock.address[1] for _, port in found)
+        return [host for host, _ in found]
+    finally:
+        sock.close()
+
+
 def test_a_wildcard_is_reached_at_the_addresses_of_interfaces() -> None:
-    found = reachable_addresses(("::", 4433), dual_stack=True)
-    assert found
-    assert all(port == 4433 and host not in ("::", "0.0.0.0") for host, port in found)
-    assert not any(host.startswith("fe80") for host, _ in found)
-    hosts = [host for host, _ in found]
+    hosts = reachable("[::]:0")
+    assert hosts
+    assert not {"::", "0.0.0.0"} & set(hosts)
+    assert not any(host.startswith("fe80") for host in hosts)
     assert hosts == sorted(hosts, key=lambda host: ":" in host), "IPv4 first"
-    assert not any(":" in host for host, _ in reachable_addresses(("0.0.0.0", 1), dual_stack=False))
-    assert reachable_addresses(("192.0.2.1", 1), dual_stack=False) == (("192.0.2.1", 1),)
+    assert not any(":" in host for host in reachable("0.0.0.0:0"))
+    assert reachable("127.0.0.1:0") == ["127.0.0.1"]
 
 
 # -- sockets
@@ -233,6 +244,70 @@ def test_receiving_survives_reports_about_datagrams_sent() -> None:
         assert sock.has_errors
     finally:
         sock.close()
+
+
+def test_what_this_host_refuses_to_send_is_remembered_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.udp.MAX_REFUSALS", 2)
+    sock = UdpSocket("127.0.0.1:0")
+    try:
+        sock.send(b"x", ("::1", 9))
+        assert sock.refused[("::1", 9)] == ("this node's socket is for IPv4 alone", True)
+        scripted(sock).script = [errno.EPERM]
+        sock.send(b"x", sock.address)
+        why, is_final = sock.refused[sock.address]
+        assert "firewall" in why
+        assert not is_final, "it may drop one in a hundred"
+        sock.send(b"x", sock.address)
+        assert sock.address not in sock.refused, "it is let out after all"
+        scripted(sock).script = [errno.ENETUNREACH, errno.ENETUNREACH]
+        sock.send(b"x", ("127.0.0.2", 9))
+        assert sock.refused[("127.0.0.2", 9)].is_final
+        scripted(sock).script = [errno.ECONNREFUSED]  # about another datagram, or by the peer
+        sock.send(b"x", sock.address)
+        for port in range(10, 20):
+            sock.send(b"x", ("::1", port))
+        assert list(sock.refused) == [("::1", 18), ("::1", 19)]
+    finally:
+        sock.close()
+
+
+def test_small_buffers_are_said_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.udp.BUFFER_SIZE", 1 << 12)
+    sock = UdpSocket("127.0.0.1:0")
+    sock.close()
+    assert sock.warning is None
+    monkeypatch.setattr("transport.udp.BUFFER_SIZE", 1 << 30)
+    sock = UdpSocket("127.0.0.1:0")
+    sock.close()
+    assert sock.warning is not None
+    assert f"of {1 << 30} asked" in sock.warning
+    if sys.platform == "linux":
+        for direction, limit in (("receive", "rmem_max"), ("send", "wmem_max")):
+            given = Path(f"/proc/sys/net/core/{limit}").read_text().strip()
+            assert f"{given} bytes to {direction}" in sock.warning
+            assert f"net.core.{limit}={1 << 30}" in sock.warning
+
+
+@pytest.mark.anyio
+async def test_small_buffers_are_logged_once_and_stay_to_be_seen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with endpoint() as node:
+        before = node.warnings
+    monkeypatch.setattr("transport.udp.BUFFER_SIZE", (1 << 30) - 1)
+    _warn_once.cache_clear()
+    async with endpoint() as one, endpoint() as two:
+        assert len(one.warnings) == 1
+        assert one.warnings == two.warnings != before
+        assert [record.getMessage() for record in caplog.records] == [*before, *one.warnings]
+        assert "sudo sysctl -w net.core.rmem_max" in one.warnings[0]
+    caplog.clear()
+    _warn_once.cache_clear()
+    async with endpoint(listen=False) as command:
+        assert command.warnings
+        assert not caplog.records, "one that asks a question and goes moves nothing"
 
 
 # -- a socket that takes nothing for a while

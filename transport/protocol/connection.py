@@ -106,7 +106,11 @@ class ConnectionCore:
                 self.quic.send_ping(LIVENESS_PROBE)
             elif verdict is Verdict.LOST:
                 silence = self._liveness.silence(now)
-                self.abandon(f"nothing heard for {silence:.1f} s")
+                self.abandon(
+                    "the network reports its port closed or its host gone, and it is silent"
+                    if self._liveness.is_suspect
+                    else f"nothing heard for {silence:.1f} s"
+                )
         self._collect()
 
     def next_deadline(self) -> float | None:

@@ -41,6 +41,8 @@ class Liveness:
         self._heard_at = now
         self._next_at = now + self._quiet
         self._lost_at = now + bound
+        self.is_suspect = False
+        """Whether somebody says that the peer is gone, and it was not heard since."""
 
     @property
     def deadline(self) -> float:
@@ -56,12 +58,14 @@ class Liveness:
         self._heard_at = now
         self._next_at = now + self._quiet
         self._lost_at = now + self._bound
+        self.is_suspect = False
 
     def suspect(self, now: float, answer_time: float) -> None:
         """A hint, forgeable like any ICMP, says the peer is gone: ask it, and decide soon.
 
         `answer_time` is what the path needs to carry an answer, in seconds.
         """
+        self.is_suspect = True
         self._next_at = min(self._next_at, now)
         self._lost_at = min(self._lost_at, now + max(SUSPECT_SECONDS, answer_time))
 

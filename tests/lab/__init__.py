@@ -1,0 +1,1 @@
+"""Hosts and links of their own: network namespaces joined by veth pairs."""
