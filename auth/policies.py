@@ -6,10 +6,6 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-import anyio
-import anyio.to_thread
-from anyio.lowlevel import RunVar
-
 from auth.authorizer import (
     AccessRequest,
     Authorizer,
@@ -20,6 +16,7 @@ from auth.authorizer import (
     ask,
 )
 from auth.grant import Denial, Grant
+from auth.threads import run_in_thread
 
 __all__ = ["Decision", "all_of", "by_alpn", "by_service", "callback"]
 
@@ -31,13 +28,7 @@ Decision = (
 MESH_ALPN = "mesh/1"
 """The one protocol that has services, and so the later stages."""
 
-MAX_THREADS = 8
-"""Worker threads of one loop in which sync callbacks run at a time. Callbacks that hang use these
-up, after which everything is denied, and leave the application's own threads alone."""
-
 _NO_POLICY = Denial("no-policy", "this node has no policy that admits anybody to that")
-
-_threads: RunVar[anyio.CapacityLimiter] = RunVar("quicmesh callback threads")
 
 
 def callback(decision: Decision) -> Authorizer:
@@ -105,9 +96,7 @@ class _Callback:
         else:
             # In a tuple: a function that returns an awaitable will do, and trio's threads refuse
             # to return one.
-            (answer,) = await anyio.to_thread.run_sync(
-                lambda: (self.decision(request),), abandon_on_cancel=True, limiter=_limiter()
-            )
+            (answer,) = await run_in_thread(lambda: (self.decision(request),))
         if inspect.isawaitable(answer):
             return await answer
         return answer
@@ -182,15 +171,6 @@ class _ByService:
                 return self.policies[name]
             name = name[: max(name.rfind("."), name.rfind(":"), 0)]
         return self.default
-
-
-def _limiter() -> anyio.CapacityLimiter:
-    try:
-        return _threads.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(MAX_THREADS)
-        _threads.set(limiter)
-        return limiter
 
 
 def _distinct(

@@ -38,6 +38,7 @@ from auth import (
 )
 from auth import policies as module
 from auth.authorizer import parts
+from auth.threads import MAX_THREADS
 
 pytestmark = pytest.mark.anyio
 
@@ -328,11 +329,11 @@ class TestCallback:
         try:
             began = time.monotonic()
             async with anyio.create_task_group() as tasks:
-                for _ in range(module.MAX_THREADS + 5):
+                for _ in range(MAX_THREADS + 5):
                     tasks.start_soon(ask)
             assert time.monotonic() - began < 5
-            assert codes == ["authorizer-timeout"] * (module.MAX_THREADS + 5)
-            assert running <= module.MAX_THREADS
+            assert codes == ["authorizer-timeout"] * (MAX_THREADS + 5)
+            assert running <= MAX_THREADS
             # The threads of everybody else are left alone.
             with anyio.fail_after(5):
                 assert await anyio.to_thread.run_sync(lambda: 5) == 5

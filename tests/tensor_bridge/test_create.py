@@ -23,7 +23,7 @@ from tensor_bridge.serve_create import (
     _fill,
     dense_meta,
 )
-from transport import Endpoint, EndpointConfig, PeerAddress, ProtocolError
+from transport import Endpoint, EndpointConfig, PeerAddress, PeerLost, ProtocolError, Unreachable
 
 CONFIG = EndpointConfig(bind="127.0.0.1:0")
 
@@ -77,6 +77,21 @@ async def test_refusals_leave_no_room_taken(client):
             await client.create("zeros", shape)
     assert await client.list() == ()
     await client.create("zeros", (1 << 20,), dtype=torch.uint8)  # all the room there is
+
+
+@pytest.mark.anyio
+async def test_an_error_counts_from_the_beginning_and_not_from_the_last_try(client, monkeypatch):
+    monkeypatch.setattr("tensor_bridge.moves.PATIENCE", 0.3)
+    errors = [PeerLost("connecting")]  # the link breaks, and after that nobody is there
+
+    async def reconnect():
+        raise errors.pop() if errors else Unreachable("connecting", after=0.0)
+
+    lonely = TensorClient(client._connection, reconnect=reconnect)
+    await client._connection.close()
+    with pytest.raises(Unreachable) as caught:
+        await lonely.put(torch.ones(3))
+    assert caught.value.after > 0.3
 
 
 def test_a_wish_for_another_fill_is_refused():
