@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from mesh.errors import HomeError
+
 __all__ = ["FileLock"]
 
 
@@ -24,7 +26,7 @@ class FileLock:
         """Take the lock if nobody holds it, not even this object. Never waits.
 
         Raises:
-            OSError: the file can't be opened.
+            HomeError: the file can't be opened.
         """
         if self._handle is not None:
             return False
@@ -51,7 +53,15 @@ class FileLock:
         return False
 
     def _lock(self, *, shared: bool) -> int | None:
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+        try:
+            handle = os.open(self._path, flags, 0o600)
+        except OSError as error:
+            raise HomeError(
+                f"lock file {self._path}",
+                why=error.strerror or str(error),
+                fix="Remove what is in its place, if it is no file that can be written.",
+            ) from error
         if _try_lock(handle, shared=shared):
             return handle
         os.close(handle)

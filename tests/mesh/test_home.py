@@ -217,3 +217,11 @@ def test_nobody_is_asked_without_need(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert home.create().node_id == home.key().node_id
     monkeypatch.setenv("MESH_KEY_PASSPHRASE", "words")  # of another home
     assert home.key().node_id == home.create().node_id
+
+
+def test_a_directory_in_place_of_the_lock_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    lock = FileLock(tmp_path / "lock")
+    for ask in (lock.acquire, lock.is_held):
+        with pytest.raises(HomeError, match=r"lock.*directory"):
+            ask()
