@@ -25,6 +25,7 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest
+	@echo "Next: make demo, or $(BIN)/mesh up"
 
 lint: $(READY)
 	@$(BIN)/ruff check .
