@@ -31,7 +31,7 @@ lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports 
+	@$(BIN)/lint-imports
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks
