@@ -297,9 +297,10 @@ async def test_refusal_is_reported_once(homes: tuple[Home, Home]) -> None:
             assert "not among" in str(error)
             status = next(peer for peer in b.node.peers() if peer.node_id == node_id)
             assert status.state is PeerState.REFUSED
-            dials = len(log.refusals)
-            await anyio.sleep(1.5)
-            assert len(log.refusals) == dials
+            await anyio.sleep(1.5)  # for more dials, which are refused as well
+            # A dial that is under way when the key goes is cut off with another reason.
+            reasons = [error.why for _, error in log.refusals]
+            assert len(reasons) == len(set(reasons)) <= 2
 
 
 async def test_same_key_at_two_addresses_is_named(homes: tuple[Home, Home], tmp_path: Path) -> None:
