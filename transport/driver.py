@@ -50,7 +50,6 @@ MAX_BACKLOG = 1024
 
 _log = logging.getLogger("quicmesh.transport")
 
-MakeListener = Callable[[bytes, bytes | None, SocketAddress, float], ConnectionCore]
 EventHandler = Callable[[ConnectionCore, Event], None]
 
 
