@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test fuzz lint bench clean
 
 help:
 	@echo "make demo    two peers, a client, a direct tensor move, a DDP training on real data, a picture"
 	@echo "make test    the test suite"
+	@echo "make fuzz    10,000 examples on each codec and parser that strangers can reach; half an hour"
 	@echo "make lint    formatting, style, strict types, import directions"
 	@echo "make bench   benchmarks against what one would use instead"
 	@echo "make clean   remove the virtual environment and everything built"
@@ -26,6 +27,10 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest
 	@echo "Next: make demo, or $(BIN)/mesh up"
+
+# The timeout is for a test of 10,000 examples; the suite's own is for one of a hundred.
+fuzz: $(READY)
+	@$(BIN)/python -m pytest -q -m fuzz --hypothesis-profile=thorough --timeout=1800
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -316,14 +316,17 @@ class TokenBook:
         session: str | None = None,
         owner: NodeId | None = None,
         audience: NodeId | None = None,
+        facts: TokenFacts | None = None,
     ) -> int:
         """End every live token that matches all of what is given; return how many did.
+
+        ``facts`` are those of one capability, the very object: two tokens may permit the same.
 
         Raises:
             ValueError: nothing is given, which would match every token.
         """
-        if object_id is None and session is None and owner is None and audience is None:
-            raise ValueError("revoke needs an object_id, a session, an owner or an audience")
+        if all(given is None for given in (object_id, session, owner, audience, facts)):
+            raise ValueError("revoke needs an object_id, a session, an owner, an audience or facts")
         with self._lock:
             matching = [
                 token
@@ -332,6 +335,7 @@ class TokenBook:
                 and session in (None, token.facts.session)
                 and owner in (None, token.facts.owner)
                 and audience in (None, token.facts.audience)
+                and (facts is None or facts is token.facts)
             ]
             for token in matching:
                 self._end(token, TokenState.REVOKED)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from auth import IdentityError, NodeId, SocketAddress
+from auth.encoding import check_time
 from auth.files import locked, read_file, replace_file
 from auth.identity import check_petname
 from mesh.errors import HomeError
@@ -218,9 +219,9 @@ def _parse(data: bytes) -> dict[NodeId, KnownPeer]:
                 node_id,
                 petname=None if entry["petname"] is None else check_petname(entry["petname"]),
                 addresses=tuple(_address(*pair) for pair in entry["addresses"][:MAX_ADDRESSES]),
-                seen=None if entry["seen"] is None else float(entry["seen"]),
+                seen=None if entry["seen"] is None else check_time(float(entry["seen"])),
             )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"it has not the form of a book ({type(error).__name__}: {error})"
         ) from error
@@ -229,7 +230,9 @@ def _parse(data: bytes) -> dict[NodeId, KnownPeer]:
     return peers
 
 
-def _address(host: str, port: int) -> SocketAddress:
-    if not 0 < port < 1 << 16:
+def _address(host: object, port: object) -> SocketAddress:
+    if not isinstance(host, str):
+        raise TypeError("a host is no text")
+    if type(port) is not int or not 0 < port < 1 << 16:
         raise ValueError(f"port {port!r} is out of range")
     return str(ipaddress.ip_address(host)), port

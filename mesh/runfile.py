@@ -51,7 +51,9 @@ class RunFile:
                 control=_addresses(content["control"]),
                 addresses=_addresses(content["addresses"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, IdentityError):
+        except (
+            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, IdentityError,
+        ):  # fmt: skip
             return None
 
 

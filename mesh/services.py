@@ -24,13 +24,21 @@ import anyio.to_thread
 from auth import ADMIN, MeshError, SocketAddress
 from mesh.version import version
 from transport import CborValue, Connection, Incoming, format_address, parse_address
-from transport.codes import decode_error, encode_error
+from transport.codes import decode_error, encode_error, plain_text
 from transport.errors import AddressError, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.node import Node
 
-__all__ = ["announce", "error_of", "error_value", "ping", "register_services"]
+__all__ = [
+    "announce",
+    "error_of",
+    "error_value",
+    "parse_announcement",
+    "parse_ping",
+    "ping",
+    "register_services",
+]
 
 SCOPE = "node"
 """What a peer needs to ask a node about itself; authorized keys have it by default."""
@@ -103,6 +111,37 @@ async def ping(node: Node, target: str, count: int, timeout: float) -> dict[str,
     }
 
 
+def parse_announcement(value: CborValue) -> tuple[list[SocketAddress], str]:
+    """Return where a node says that it can be dialled, and what it calls its host, if anything.
+
+    Raises:
+        ProtocolError: it gives no addresses, or something else for one.
+    """
+    fields = value if isinstance(value, dict) else {}
+    told, host = fields.get("addresses"), fields.get("host")
+    if not isinstance(told, list):
+        raise ProtocolError("node.announce", why="it has no addresses")
+    try:
+        addresses = [parse_address(text) for text in told[:MAX_ADDRESSES] if isinstance(text, str)]
+    except AddressError as error:
+        raise ProtocolError("node.announce", why=error.why) from error
+    return addresses, host if isinstance(host, str) else ""
+
+
+def parse_ping(value: CborValue) -> tuple[str, int, float]:
+    """Return whom to ping, how often, and the seconds that each answer may take.
+
+    Raises:
+        ProtocolError: something is missing or out of bounds.
+    """
+    match value:
+        case {"target": str(target), "count": int(count), "timeout": float(timeout)} if (
+            0 < count <= MAX_PINGS and 0 < timeout <= MAX_PING_TIMEOUT
+        ):
+            return target, count, timeout
+    raise ProtocolError("node.ping_peer", why="its parameters are malformed")
+
+
 def error_value(error: MeshError) -> dict[str, CborValue]:
     """Return an error as it travels inside an answer, with the peer that it was about."""
     return encode_error(error) | {"peer": error.peer, "after": error.after}
@@ -111,10 +150,10 @@ def error_value(error: MeshError) -> dict[str, CborValue]:
 def error_of(value: CborValue) -> MeshError:
     """Return the error that `error_value` was given."""
     fields = value if isinstance(value, dict) else {}
-    after = fields.get("after")
+    peer, after = fields.get("peer"), fields.get("after")
     return decode_error(
         value,
-        peer=fields.get("peer"),
+        peer=plain_text(peer) if isinstance(peer, str) else None,
         after=float(after) if isinstance(after, int | float) else None,
     )
 
@@ -138,13 +177,7 @@ async def _status(node: Node, request: Incoming) -> CborValue:
 
 
 async def _ping_peer(node: Node, request: Incoming) -> CborValue:
-    match request.value:
-        case {"target": str(target), "count": int(count), "timeout": float(timeout)} if (
-            0 < count <= MAX_PINGS and 0 < timeout <= MAX_PING_TIMEOUT
-        ):
-            pass
-        case _:
-            raise ProtocolError("node.ping_peer", why="its parameters are malformed")
+    target, count, timeout = parse_ping(request.value)
     try:
         return await ping(node, target, count, timeout)
     except MeshError as error:
@@ -179,11 +212,7 @@ def _announcement(node: Node, *, stays: bool = True) -> dict[str, CborValue]:
 async def _learn(
     node: Node, connection: Connection, announcement: CborValue, *, names: bool = False
 ) -> None:
-    fields = announcement if isinstance(announcement, dict) else {}
-    told, host = fields.get("addresses"), fields.get("host")
-    if not isinstance(told, list):
-        raise ProtocolError("node.announce", peer=connection.peer, why="it has no addresses")
-    addresses = _parsed(told[:MAX_ADDRESSES])
+    addresses, host = parse_announcement(announcement)
     if addresses:
         # One socket dials and listens, so that the address a peer came from is one to dial, too.
         addresses.insert(0, parse_address(connection.info.remote))
@@ -191,15 +220,8 @@ async def _learn(
         node.directory.told,
         connection.peer.node_id,
         tuple(dict.fromkeys(addresses)),
-        host if names and isinstance(host, str) else "",
+        host if names else "",
     )
-
-
-def _parsed(told: list[CborValue]) -> list[SocketAddress]:
-    try:
-        return [parse_address(text) for text in told if isinstance(text, str)]
-    except AddressError as error:
-        raise ProtocolError("node.announce", why=error.why) from error
 
 
 def _devices() -> list[str]:

@@ -17,6 +17,7 @@ import anyio
 
 from auth import MeshError, NodeId, Quotas
 from tensor_bridge.codec import TensorMeta
+from tensor_bridge.errors import NoSuchTensor
 from tensor_bridge.moves import INTERRUPTED, Landing
 from tensor_bridge.store import Reservation, TensorStore
 from tensor_bridge.wire import Stored
@@ -106,7 +107,8 @@ class Arrivals:
 
         A later try by the same owner takes it over: the block of the one before is cancelled, and
         what follows it runs. If the link breaks under the block, the arrival stays to be taken up
-        again; if the other side gives up, it goes at once.
+        again; if the other side gives up, it goes at once, and so does the object of the store that
+        it may have become.
 
         Raises:
             QuotaExceeded: there is no room; nothing was allocated.
@@ -119,16 +121,20 @@ class Arrivals:
             if arrival.landing is None:
                 self._store.owned(arrival.keep().object_id, owner)
             with anyio.CancelScope() as arrival._holder:
-                yield arrival
-        except MeshError as error:
-            arrival.failed(error)
-            raise
+                try:
+                    yield arrival
+                except MeshError as error:
+                    arrival.failed(error)
+                    raise
         finally:
             arrival._holder = None
             arrival._left_at = self._clock()
             arrival._turn.release()
             if arrival.landing is None:
-                self._remember(key, arrival)
+                if arrival._is_useless:
+                    self._undo(key, arrival)
+                else:
+                    self._remember(key, arrival)
             elif arrival._is_useless or self._closed:
                 self._drop(key)
 
@@ -166,7 +172,9 @@ class Arrivals:
         self, key: _Key, meta: TensorMeta, name: str | None, quotas: Quotas | None
     ) -> Arrival:
         while True:
-            arrival = self._find(key) or self._begin(key, meta, name, quotas)
+            arrival = self._find(key)
+            if arrival is None:
+                return self._begin(key, meta, name, quotas)
             if arrival.meta != meta:
                 raise ProtocolError("arrival of a tensor", why="the upload id is of another tensor")
             if arrival._holder is not None:
@@ -189,8 +197,8 @@ class Arrivals:
         except BaseException:
             reservation.release()
             raise
-        # Nobody holds it until its turn is taken: a task cancelled before that leaves it to expire.
-        arrival._left_at = self._clock()
+        # Without waiting: a task that was cancelled in between would leave it to nobody.
+        arrival._turn.acquire_nowait()
         self._coming[key] = arrival
         return arrival
 
@@ -200,6 +208,13 @@ class Arrivals:
         self._finished[key] = arrival
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
+
+    def _undo(self, key: _Key, arrival: Arrival) -> None:
+        """Delete what has become of an arrival, of which nobody knows."""
+        self._coming.pop(key, None)
+        self._finished.pop(key, None)
+        with contextlib.suppress(NoSuchTensor):
+            self._store.delete(arrival.keep().object_id)
 
     def _drop(self, key: _Key) -> None:
         arrival = self._coming.pop(key, None)

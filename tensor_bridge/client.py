@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import anyio
@@ -14,7 +15,7 @@ from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
 from tensor_bridge.lanes import choose_lane
-from tensor_bridge.memory import chunks
+from tensor_bridge.memory import Payload
 from tensor_bridge.moves import (
     Landing,
     Meter,
@@ -46,7 +47,7 @@ from tensor_bridge.wire import (
     Stored,
     decode_fetch_answer,
 )
-from transport import CborValue, Connection, Unreachable, parse_address
+from transport import CborValue, Connection, Stream, Unreachable, parse_address
 
 __all__ = ["TensorClient", "TensorRef"]
 
@@ -147,7 +148,7 @@ class TensorClient:
                 accepted = PutAccepted.decode(await stream.reply(), meta.nbytes)
                 meter.resume(accepted.offset)
                 lane = choose_lane(stream, stall_seconds=self._stall_seconds)
-                await lane.send(chunks(tensor, meta, accepted.offset), meter.sent)
+                await lane.send(Payload(tensor, meta, accepted.offset), meter.sent)
                 if writes_of(tensor) != writes:
                     raise self._changed("put of a tensor", "it was written to while it was sent")
                 await stream.send_message(Sent(writes).encode())
@@ -185,7 +186,11 @@ class TensorClient:
         call = CreateCall(secrets.token_hex(16), fill, meta, seed, name)
 
         async def attempt() -> Stored:
-            return Stored.decode(await self._call(CREATE_CALL, call.encode(), timeout))
+            connection = await self._connected()
+            async with await connection.open_stream(
+                CREATE_CALL, call.encode(), timeout=timeout
+            ) as stream:
+                return Stored.decode(await stream.reply())
 
         stored = await self._persist(attempt, "creation of a tensor", timeout, lambda: 0)
         return TensorRef(self.peer.node_id, stored.object_id, stored.version, meta, name)
@@ -256,29 +261,33 @@ class TensorClient:
 
         async def attempt() -> Stored | MeshError:
             # A token for each try: whoever orders again must be allowed to again.
-            minted = await self._mint(ref, audience)
-            # Where it says it is, and where it was found, which may mean nothing far from here.
-            addresses = (
-                *minted.addresses[: MAX_ADDRESSES - 1],
-                parse_address(self._connection.info.remote),
-            )
-            order = FetchOpen(
-                upload=upload,
-                source=ref.node,
-                addresses=tuple(dict.fromkeys(addresses)),
-                token=minted.token,
-                meta=minted.meta,
-                name=name or ref.name,
-            )
-            connection = await target._connected()
-            stream = await connection.open_stream(FetchService.name, order.encode())
-            async with stream:
-                meter.resume(Moved.decode(await stream.reply()).nbytes)
-                while True:
-                    answer = decode_fetch_answer(await receive_message(stream), peer=target.peer)
-                    if not isinstance(answer, Moved):
+            async with self._minted(ref, audience) as (minted, lease):
+                # Where it says it is, and where it was found, which may mean nothing far from here.
+                addresses = (
+                    *minted.addresses[: MAX_ADDRESSES - 1],
+                    parse_address(self._connection.info.remote),
+                )
+                order = FetchOpen(
+                    upload=upload,
+                    source=ref.node,
+                    addresses=tuple(dict.fromkeys(addresses)),
+                    token=minted.token,
+                    meta=minted.meta,
+                    name=name or ref.name,
+                )
+                connection = await target._connected()
+                stream = await connection.open_stream(FetchService.name, order.encode())
+                async with stream:
+                    meter.resume(Moved.decode(await stream.reply()).nbytes)
+                    while True:
+                        message = await receive_message(stream)
+                        answer = decode_fetch_answer(message, peer=target.peer)
+                        if isinstance(answer, Moved):
+                            meter.arrived(answer.nbytes)
+                            continue
+                        if isinstance(answer, MeshError):
+                            lease.reset()
                         return answer
-                    meter.arrived(answer.nbytes)
 
         end = await target._persist(attempt, "copy of a tensor", timeout, lambda: meter.landed)
         if isinstance(end, MeshError):
@@ -328,12 +337,18 @@ class TensorClient:
                 refs.extend(map(self._ref, page.objects))
         return tuple(refs)
 
-    async def _mint(self, ref: TensorRef, audience: NodeId) -> Minted:
+    @contextlib.asynccontextmanager
+    async def _minted(
+        self, ref: TensorRef, audience: NodeId
+    ) -> AsyncIterator[tuple[Minted, Stream]]:
+        """Have a token minted; resetting the stream, or failing in the block, withdraws it."""
+        connection = await self._connected()
         call = MintCall(ref.object_id, audience).encode()
-        minted = Minted.decode(await self._call(MINT_CALL, call, CALL_SECONDS))
-        if minted.meta != ref.meta:
-            raise self._changed("copy of a tensor", "it has another type or shape by now")
-        return minted
+        async with await connection.open_stream(MINT_CALL, call, timeout=CALL_SECONDS) as stream:
+            minted = Minted.decode(await stream.reply())
+            if minted.meta != ref.meta:
+                raise self._changed("copy of a tensor", "it has another type or shape by now")
+            yield minted, stream
 
     async def _call(self, name: str, body: CborValue, timeout: float) -> CborValue:
         connection = await self._connected()

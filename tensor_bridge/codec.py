@@ -206,6 +206,8 @@ def encode_meta(meta: TensorMeta) -> dict[str, CborValue]:
 def decode_meta(value: CborValue) -> TensorMeta:
     """Return the description in `value`, checked so that allocating by it is safe.
 
+    What `encode_meta` would have written otherwise is refused: a description has one digest.
+
     Raises:
         ProtocolError: not a description, or one that no tensor has.
         UnsupportedTensor: an element type that this node's torch lacks.
@@ -219,9 +221,13 @@ def decode_meta(value: CborValue) -> TensorMeta:
     order = rows = tuple(range(len(shape)))
     if fields.has("order"):
         order = fields.integers("order", longest=MAX_DIMS)
+        if order == rows:
+            raise fields.wrong("'order' is left out where it is that of rows")
     if tuple(sorted(order)) != rows:
         raise fields.wrong("'order' is no permutation of its dimensions")
-    grad = fields.flag("grad")
+    grad = fields.has("grad")
+    if grad and not fields.flag("grad"):
+        raise fields.wrong("'grad' is left out where there is none")
     if grad and not (dtype.is_floating_point or dtype.is_complex):
         raise fields.wrong(f"elements of type {dtype} have no gradient")
     if fields.has("quantization") != (dtype in _QUANTIZED):

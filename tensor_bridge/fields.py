@@ -64,8 +64,8 @@ class Fields:
         return value
 
     def flag(self, name: str) -> bool:
-        """Take the optional boolean `name`, False if absent."""
-        value = self._left.pop(name, False)
+        """Take the boolean `name`."""
+        value = self._take(name)
         if not isinstance(value, bool):
             raise self.wrong(f"{name!r} must be a boolean")
         return value

@@ -15,7 +15,7 @@ import torch
 from tensor_bridge.codec import Quantization, TensorMeta, describe, memory_order
 from tensor_bridge.errors import QuotaExceeded, TensorChanged, UnsupportedTensor
 
-__all__ = ["CHUNK_BYTES", "allocate", "chunks", "tensor_bytes"]
+__all__ = ["CHUNK_BYTES", "Payload", "allocate", "chunks", "tensor_bytes"]
 
 CHUNK_BYTES = 256 * 1024
 """Bytes handled per turn of the event loop: so many that the cost of a turn does not show, so few
@@ -74,14 +74,43 @@ def chunks(tensor: torch.Tensor, meta: TensorMeta, offset: int = 0) -> Iterator[
     if _in_place(tensor, meta):
         yield from _spans(tensor, meta.nbytes, offset)
         return
-    skip = offset
-    for size, block in _blocks(_elements(tensor).permute(meta.order)):
-        if skip >= size:
-            skip -= size
-            continue
+    for size, skip, block in _blocks(_elements(tensor).permute(meta.order), offset):
         gathered = block.resolve_conj().resolve_neg().contiguous().cpu()
         yield _span(gathered, gathered.data_ptr(), size)[skip:]
-        skip = 0
+
+
+class Payload:
+    """A tensor's bytes from an offset on, for a lane to send.
+
+    Args:
+        tensor, meta, offset: as `chunks`.
+    """
+
+    def __init__(self, tensor: torch.Tensor, meta: TensorMeta, offset: int = 0) -> None:
+        self._tensor = tensor
+        self._meta = meta
+        self._offset = offset
+        self._address = tensor.data_ptr() if _in_place(tensor, meta) else None
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield them piece by piece, as `chunks` does."""
+        return chunks(self._tensor, self._meta, self._offset)
+
+    def whole(self) -> memoryview | None:
+        """Return them all as they lie in memory, None if they don't lie there in one span.
+
+        Nothing is copied: reading them is safe for as long as `is_intact` holds.
+        """
+        size = self._meta.nbytes - self._offset
+        if self._address is None or size <= 0 or not self.is_intact():
+            return None
+        return _span(self._tensor, self._address + self._offset, size)
+
+    def is_intact(self) -> bool:
+        """Whether the tensor's memory is still where it was, and as long."""
+        tensor = self._tensor
+        end = tensor.storage_offset() * tensor.dtype.itemsize + self._meta.nbytes
+        return tensor.data_ptr() == self._address and tensor.untyped_storage().nbytes() >= end
 
 
 def allocate(meta: TensorMeta) -> torch.Tensor:
@@ -139,21 +168,33 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut `tensor` into consecutive parts, in row order, of at most `CHUNK_BYTES` each."""
+def _blocks(tensor: torch.Tensor, skip: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Cut `tensor` into consecutive parts, in row order, of at most `CHUNK_BYTES` each.
+
+    Begins with the part that byte `skip` is in: going through those before it, of a tensor of many
+    gigabytes, would take as long as a good part of its move. Each comes with its bytes, and how
+    many of them to leave out.
+    """
     nbytes = tensor.numel() * tensor.dtype.itemsize
     if nbytes <= CHUNK_BYTES:
-        yield nbytes, tensor
+        if skip < nbytes:
+            yield nbytes, skip, tensor
         return
     row = nbytes // tensor.shape[0]
     if row > CHUNK_BYTES:
-        for part in tensor:
-            yield from _blocks(part)
+        first, skip = divmod(skip, row)
+        for index in range(first, tensor.shape[0]):
+            yield from _blocks(tensor[index], skip)
+            skip = 0
         return
     step = CHUNK_BYTES // row
-    for first in range(0, tensor.shape[0], step):
-        part = tensor[first : first + step]
-        yield part.shape[0] * row, part
+    first, skip = divmod(skip, step * row)
+    for start in range(first * step, tensor.shape[0], step):
+        part = tensor[start : start + step]
+        size = part.shape[0] * row
+        if skip < size:
+            yield size, skip, part
+        skip = 0
 
 
 def _empty(meta: TensorMeta) -> torch.Tensor:

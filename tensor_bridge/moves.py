@@ -18,6 +18,7 @@ from transport import (
     ConnectionClosed,
     DeadlineExceeded,
     PeerLost,
+    ProtocolError,
     Stream,
     StreamReset,
 )
@@ -33,6 +34,8 @@ __all__ = [
     "deadline",
     "persist",
     "receive_message",
+    "settle",
+    "while_wanted",
 ]
 
 T = TypeVar("T")
@@ -218,3 +221,38 @@ async def receive_message(stream: Stream) -> CborValue:
         raise StreamReset(
             "move of a tensor", peer=stream.peer, why="the other side ended the stream early"
         ) from None
+
+
+async def settle(stream: Stream) -> None:
+    """Wait until the other side has taken the last that was said to it.
+
+    It ends its direction of the stream then. If it resets it instead, because it was cancelled
+    meanwhile, nobody knows of what was said, and it is to be undone.
+
+    Raises:
+        MeshError: it has given up; or if of ``INTERRUPTED``, nobody can tell.
+    """
+    try:
+        await stream.receive(1)
+    except anyio.EndOfStream:
+        return
+    raise ProtocolError("the end of a move", peer=stream.peer, why="more came than it ends with")
+
+
+@contextlib.contextmanager
+def while_wanted(stream: Stream, what: str) -> Iterator[None]:
+    """Cancel the block when the other side gives the stream up or is gone.
+
+    Raises:
+        StreamReset: it has given up.
+        MeshError: how the connection ended.
+    """
+    with anyio.CancelScope() as scope:
+        stream.on_abandoned(scope.cancel)
+        try:
+            yield
+        finally:
+            stream.on_abandoned(None)
+    if scope.cancelled_caught:
+        stream.connection.raise_if_closed(what, "work")
+        raise StreamReset(what, peer=stream.peer, why="the peer gave it up")

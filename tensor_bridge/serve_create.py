@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Self
 
-import anyio
 import anyio.lowlevel
 import torch
 
@@ -18,12 +17,15 @@ from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.codec import TensorMeta, decode_meta, dtype_name, encode_meta
 from tensor_bridge.errors import UnsupportedTensor
 from tensor_bridge.fields import Fields
+from tensor_bridge.moves import settle, while_wanted
 from tensor_bridge.wire import MAX_NAME, take_id
 from transport import CborValue, Incoming, StreamReset
 
 __all__ = ["CREATE_CALL", "FILLS", "CreateCall", "check_creation", "serve_create"]
 
 CREATE_CALL = "tensor.create"
+
+_WHAT = "creation of a tensor"
 
 PIECE = 1 << 16
 """Elements filled per turn of the event loop: about half a millisecond of random numbers."""
@@ -109,7 +111,7 @@ def dense_meta(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorMeta:
     return TensorMeta(dtype=dtype, shape=shape, order=tuple(range(len(shape))))
 
 
-async def serve_create(arrivals: Arrivals, incoming: Incoming) -> CborValue:
+async def serve_create(arrivals: Arrivals, incoming: Incoming) -> None:
     """Make the tensor that a peer wishes for, once for each upload id; it becomes the peer's own.
 
     Raises:
@@ -118,18 +120,17 @@ async def serve_create(arrivals: Arrivals, incoming: Incoming) -> CborValue:
         StreamReset: a later try took this one over.
     """
     call, owner = CreateCall.decode(incoming.value), incoming.peer.node_id
+    stream = incoming.stream
     async with arrivals.hold(
         owner, call.upload, call.meta, name=call.name, quotas=incoming.grant.quotas
     ) as arrival:
         if arrival.landing is not None:
-            try:
+            with while_wanted(stream, _WHAT):
                 await _fill(call, arrival.landing.tensor)
-            except anyio.get_cancelled_exc_class():
-                if incoming.connection.closed is None:  # it is the peer that gave up, not the link
-                    arrival.failed(_given_up("the peer gave it up"))
-                raise
-        return arrival.keep().encode()
-    raise _given_up("a later try took it over")
+        await stream.send_reply(arrival.keep().encode())
+        await settle(stream)
+        return
+    raise StreamReset(_WHAT, why="a later try took it over")
 
 
 async def _fill(call: CreateCall, tensor: torch.Tensor) -> None:
@@ -148,7 +149,3 @@ async def _fill(call: CreateCall, tensor: torch.Tensor) -> None:
             f"creation of a tensor by {call.fill!r}",
             why=f"torch does not offer it for {dtype_name(call.meta.dtype)}",
         ) from error
-
-
-def _given_up(why: str) -> StreamReset:
-    return StreamReset("creation of a tensor", why=why)

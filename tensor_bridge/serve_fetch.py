@@ -17,7 +17,7 @@ from auth import (
     decide,
 )
 from tensor_bridge.arrivals import Arrivals
-from tensor_bridge.moves import Landing, MoveLimits, deadline, persist
+from tensor_bridge.moves import Landing, MoveLimits, deadline, persist, settle
 from tensor_bridge.reading import read_into
 from tensor_bridge.wire import FetchOpen, Moved, encode_fetch_failure
 from transport import (
@@ -76,6 +76,7 @@ class FetchService:
                 failure = await self._fetch(order, arrival.landing, stream)
             if failure is None:
                 await stream.send_message(arrival.keep().encode())
+                await settle(stream)
             else:
                 arrival.failed(failure)
                 await stream.send_message(encode_fetch_failure(failure, order.source))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.lanes import choose_lane
-from tensor_bridge.moves import MoveLimits, deadline, receive_message
+from tensor_bridge.moves import MoveLimits, deadline, receive_message, settle
 from tensor_bridge.wire import PutAccepted, PutOpen, Sent
 from transport import Incoming
 
@@ -42,3 +42,4 @@ class PutService:
                     await lane.receive(arrival.landing.room, arrival.landing.advance)
                 Sent.decode(await receive_message(stream))
             await stream.send_message(arrival.keep().encode())
+            await settle(stream)

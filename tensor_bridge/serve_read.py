@@ -10,7 +10,7 @@ import anyio
 from auth import Claim, MeshError, TokenBook, TokenRefused, TokenState
 from tensor_bridge.errors import NoSuchTensor, TensorChanged
 from tensor_bridge.lanes import choose_lane
-from tensor_bridge.memory import chunks
+from tensor_bridge.memory import Payload
 from tensor_bridge.moves import INTERRUPTED, MoveLimits, deadline, receive_message
 from tensor_bridge.store import StoredTensor, TensorStore
 from tensor_bridge.wire import ReadAccepted, ReadOpen, Received, Sent
@@ -69,7 +69,7 @@ class ReadService:
             await stream.send_reply(ReadAccepted(meta, version).encode())
             lane = choose_lane(stream, stall_seconds=self._limits.stall)
             moved = claim.progress if claim is not None else _ignore
-            await lane.send(chunks(stored.tensor, meta, order.offset), moved)
+            await lane.send(Payload(stored.tensor, meta, order.offset), moved)
             await stream.send_message(Sent(stored.version).encode())
             received = Received.decode(await receive_message(stream))
         if received.nbytes != meta.nbytes:

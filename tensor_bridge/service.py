@@ -9,9 +9,9 @@ from types import TracebackType
 
 import anyio
 
-from auth import Authorizer, MintRequest, NodeId, TokenBook, decide
+from auth import Authorizer, MeshError, MintRequest, NodeId, TokenBook, decide
 from tensor_bridge.arrivals import Arrivals
-from tensor_bridge.moves import MoveLimits
+from tensor_bridge.moves import INTERRUPTED, MoveLimits, settle
 from tensor_bridge.serve_create import CREATE_CALL, serve_create
 from tensor_bridge.serve_fetch import FetchService
 from tensor_bridge.serve_put import PutService
@@ -80,8 +80,8 @@ class TensorService:
             FetchService(endpoint, self.arrivals, authorizer, self.limits),
         ):
             endpoint.register_service(service.name, service.serve, scope=service.scope)
-        endpoint.register_call(MINT_CALL, self._mint, scope=MintRequest.scope)
-        endpoint.register_call(
+        endpoint.register_service(MINT_CALL, self._mint, scope=MintRequest.scope)
+        endpoint.register_service(
             CREATE_CALL, partial(serve_create, self.arrivals), scope="tensor:put"
         )
         endpoint.register_call(DELETE_CALL, self._delete, scope="tensor:delete")
@@ -149,8 +149,9 @@ class TensorService:
             # A handler that is just being cancelled may still finish something.
             self._left_at[peer] = self._clock()
 
-    async def _mint(self, incoming: Incoming) -> CborValue:
-        call, peer = MintCall.decode(incoming.value), incoming.peer
+    async def _mint(self, incoming: Incoming) -> None:
+        """Answer a token, and withdraw it if the peer gives the stream up before it ends it."""
+        call, peer, stream = MintCall.decode(incoming.value), incoming.peer, incoming.stream
         stored = self.store.owned(call.object_id, peer.node_id)
         request = MintRequest(
             peer, incoming.grant, READ, stored.object_id, stored.meta.nbytes, call.audience
@@ -168,7 +169,17 @@ class TensorService:
             session=incoming.connection.remote_boot.hex(),
             owner=peer.node_id,
         )
-        return Minted(capability.encode(), stored.meta, self._endpoint.addresses).encode()
+        facts = capability.facts
+        answer = Minted(capability.encode(), stored.meta, self._endpoint.addresses).encode()
+        del capability  # its secret is for the peer
+        stream.timeout = self.limits.total
+        try:
+            await stream.send_reply(answer)
+            await settle(stream)
+        except MeshError as error:
+            if not isinstance(error, INTERRUPTED):
+                self.tokens.revoke(facts=facts)
+            raise
 
     async def _delete(self, incoming: Incoming) -> CborValue:
         call = ObjectCall.decode(incoming.value)

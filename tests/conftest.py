@@ -1,17 +1,39 @@
-"""What every test shares: both event loops, and a watch on blocked ones."""
+"""What every test shares: both event loops, a watch on blocked ones, and counts of examples."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import anyio
 import pytest
+from hypothesis import is_hypothesis_test
+
+from tests import profiles
+
+profiles.register()
 
 # A loop that answers no timer for this long is blocked: something on it waits or computes without
 # yielding. Generous, because the machine's cores are shared and a handshake alone takes 5-7 ms.
 BLOCKED_LOOP_SECONDS = 1.0
 _BEAT = 0.05
+
+_EXAMPLES = "examples of a parser"
+"""The property of a test's report that holds how many it ran."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes minutes and gigabytes, unless it is asked for."""
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="slow: takes minutes; run with --slow"))
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -47,3 +69,43 @@ async def unblocked_loop(anyio_backend: str) -> AsyncIterator[None]:
         yield
         tasks.cancel_scope.cancel()
     assert longest < BLOCKED_LOOP_SECONDS, f"the event loop was blocked for {longest:.2f} s"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Count the examples that a test marked ``fuzz`` runs to their end."""
+    test: Any = getattr(item, "obj", None)
+    if item.get_closest_marker("fuzz") is None or not is_hypothesis_test(test):
+        return (yield)
+    inner = test.hypothesis.inner_test
+    count = 0
+
+    @functools.wraps(inner)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        inner(*args, **kwargs)
+        count += 1
+
+    test.hypothesis.inner_test = counted
+    try:
+        return (yield)
+    finally:
+        test.hypothesis.inner_test = inner
+        item.user_properties.append((_EXAMPLES, count))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what ``make fuzz`` is there for: how many examples of what."""
+    if config.getoption("--hypothesis-profile") != "thorough":
+        return
+    counts = {
+        report.nodeid: count
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        for name, count in report.user_properties
+        if name == _EXAMPLES
+    }
+    terminalreporter.section("examples run")
+    for test, count in sorted(counts.items(), key=lambda pair: pair[1]):
+        terminalreporter.line(f"{count:7d}  {test}")
+    terminalreporter.line(f"{sum(counts.values()):7d}  in all, of {len(counts)} tests")

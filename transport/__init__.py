@@ -17,6 +17,7 @@ from transport.endpoint import Endpoint
 from transport.errors import (
     AddressError,
     AddressInUse,
+    BufferGone,
     ConnectionClosed,
     ConnectTimeout,
     DeadlineExceeded,
@@ -69,6 +70,7 @@ __all__ = [
     "TransportError",
     "AddressError",
     "AddressInUse",
+    "BufferGone",
     "Unreachable",
     "ConnectTimeout",
     "IdentityInUse",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import re
 import socket
 
 import psutil
@@ -17,7 +18,17 @@ __all__ = [
     "format_address",
     "interface_addresses",
     "parse_address",
+    "port_number",
 ]
+
+MAX_PORT = 65535
+
+_MAX_SHOWN = 128
+"""Characters of a malformed address that its error shows."""
+
+# An interface as RFC 6874 section 2 lets it be written. Whatever else follows a "%" would be given
+# to the resolver by the system, and its text to people's terminals by us.
+_ZONE = re.compile(r"[A-Za-z0-9._~-]{1,32}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,12 +48,15 @@ def parse_address(text: str, *, allow_port_zero: bool = False) -> SocketAddress:
     Raises:
         AddressError: not of that form, or port 0 where somebody is to dial it.
     """
+    shown = f"{text[:_MAX_SHOWN]!r}"
     host, separator, port_text = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise AddressError(
-            f"address {text!r}", why="an IPv6 address needs brackets", fix=f"Write [{host}]:PORT."
+            f"address {shown}",
+            why="an IPv6 address needs brackets",
+            fix=f"Write [{host[:_MAX_SHOWN]}]:PORT.",
         )
     try:
         host = _canonical_host(host or "::")
@@ -50,20 +64,28 @@ def parse_address(text: str, *, allow_port_zero: bool = False) -> SocketAddress:
         separator = ""
     if not separator or not (port_text.isascii() and port_text.isdigit()):
         raise AddressError(
-            f"address {text!r}",
+            f"address {shown}",
             why="it is not an IP address with a port",
             fix="Write 192.0.2.1:4433 or [2001:db8::1]:4433.",
         )
-    port = int(port_text)
-    if port > 65535:
-        raise AddressError(f"address {text!r}", why="a port is at most 65535")
+    port = port_number(port_text)
+    if port is None:
+        raise AddressError(f"address {shown}", why=f"a port is at most {MAX_PORT}")
     if port == 0 and not allow_port_zero:
         raise AddressError(
-            f"address {text!r}",
+            f"address {shown}",
             why="port 0 means 'any', and nobody can dial that",
             fix="Give the port that others can reach.",
         )
     return host, port
+
+
+def port_number(digits: str) -> int | None:
+    """Return the port that decimal `digits` are, however many; None if it is above 65535."""
+    # More digits than five could take any time, and more than 4300 are none to int().
+    significant = digits.lstrip("0")
+    port = int(significant[:6] or "0")
+    return port if port <= MAX_PORT else None
 
 
 def canonical_address(address: SocketAddress) -> SocketAddress:
@@ -108,5 +130,7 @@ def _canonical_host(host: str) -> str:
     literal, percent, zone = host.partition("%")
     ip = ipaddress.ip_address(literal)
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        return str(ip.ipv4_mapped)
+        ip = ip.ipv4_mapped
+    if percent and (ip.version == 4 or _ZONE.fullmatch(zone) is None):
+        raise ValueError(f"{zone!r} is no zone of {ip}")
     return f"{ip}{percent}{zone}"

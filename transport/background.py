@@ -7,6 +7,7 @@ from typing import Any, TypeVarTuple, Unpack
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from transport.errors import TransportError
 
@@ -42,6 +43,8 @@ class Background:
         await tie.__aenter__()
         try:
             self._tasks: anyio.abc.TaskGroup = await tie.start(self._live)
+            # Cancelled meanwhile, the group has ended, and takes no tasks any more.
+            await anyio.lowlevel.checkpoint_if_cancelled()
         except BaseException as error:
             await tie.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -64,17 +67,22 @@ class Background:
             ExceptionGroup: tasks have failed.
         """
         self._closing.set()
-        with anyio.CancelScope(shield=True):
-            await self._ended.wait()
-        # Compared by coroutine: a new task may have the id of one that is over.
         here = anyio.get_current_task()
-        if self._tie is None:
-            return
-        if here.coro is self._opener.coro:
-            tie, self._tie = self._tie, None
-            # Errors of the block go their own way: a group would wrap them into an ExceptionGroup.
-            await tie.__aexit__(None, None, None)
-        elif any(task.coro is self._opener.coro for task in anyio.get_running_tasks()):
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._ended.wait()
+        finally:
+            # Also if asyncio's own Task.cancel, which no shield holds off, has ended the wait: the
+            # group waits for its tasks, and its scope must not be left in the opener's way.
+            # Compared by coroutine: a new task may have the id of one that is over.
+            if self._tie is not None and here.coro is self._opener.coro:
+                tie, self._tie = self._tie, None
+                # Errors of the block go their own way: a group would wrap them into an
+                # ExceptionGroup.
+                await tie.__aexit__(None, None, None)
+        if self._tie is not None and any(
+            task.coro is self._opener.coro for task in anyio.get_running_tasks()
+        ):
             raise TransportError(
                 f"closing {self._what}",
                 why=f"this is task {here.name!r}, while task {self._opener.name!r} has opened it "

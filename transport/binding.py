@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NoReturn, TypeAlias
 
 from auth import SocketAddress
-from transport.addresses import interface_addresses, parse_address
+from transport.addresses import interface_addresses, parse_address, port_number
 from transport.errors import AddressError
 
 __all__ = ["Binding", "parse_bind"]
@@ -26,8 +26,6 @@ GRAMMAR = (
     "in its name (eth0, wg*), or a network (10.0.0.0/8, [fd00::/8]); a ^ in front of them all "
     "means every interface and address but those (^lo,docker*:0)."
 )
-
-MAX_PORT = 65535
 
 # With a letter or a star in it: what has neither is a mistyped address.
 _NAME = re.compile(r"(?=.*[A-Za-z*])[A-Za-z0-9_.*-][A-Za-z0-9_.* -]{0,63}")
@@ -118,7 +116,8 @@ def parse_bind(text: str) -> Binding:
             _refuse(text, "it has no port")
         host, port = parse_address(text, allow_port_zero=True)
         return Binding(text, port, host)
-    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > MAX_PORT:
+    port_given = port_number(port_text) if port_text.isascii() and port_text.isdigit() else None
+    if port_given is None:
         _refuse(text, f"{port_text!r} is not a port")
     excludes = where.startswith("^")
     names: list[str] = []
@@ -130,7 +129,7 @@ def parse_bind(text: str) -> Binding:
             names.append(item)
         else:
             _refuse(text, f"{item!r} is neither an interface nor a network")
-    return Binding(text, int(port_text), None, tuple(names), tuple(networks), excludes)
+    return Binding(text, port_given, None, tuple(names), tuple(networks), excludes)
 
 
 def _network(text: str, item: str) -> _Network:

@@ -79,8 +79,9 @@ class EndpointConfig:
     """Who may begin a handshake, by address and rate; None for everybody, within the bounds above.
     """
 
-    congestion_control: str = "cubic"
-    """Congestion controller: ``"cubic"`` or ``"reno"``."""
+    congestion_control: str = "rate"
+    """Congestion controller: ``"rate"``, which learns the path's rate and shortest round trip and
+    bears random loss, ``"cubic"`` or ``"reno"``."""
 
     def __post_init__(self) -> None:
         if self.liveness <= 0 or self.handshake_timeout <= 0 or self.connect_timeout <= 0:

@@ -36,7 +36,7 @@ from transport.codes import AppCode
 from transport.config import EndpointConfig
 from transport.connection import MESH_ALPN, Connection
 from transport.dialing import Dialer
-from transport.driver import Driver, new_connection_id
+from transport.driver import Driver
 from transport.errors import (
     AddressError,
     ConnectionClosed,
@@ -52,10 +52,12 @@ from transport.protocol.aioquic_adapter import (
     client_configuration,
     server_configuration,
 )
+from transport.protocol.connection_ids import ConnectionIds
 from transport.protocol.events import Event
 from transport.protocol.hello import BOOT_ID_LENGTH, HELLO_MAX
-from transport.protocol.newcomers import NewcomerFilter
+from transport.protocol.newcomers import NewcomerFilter, StrangerBudget
 from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
+from transport.socket_filter import FloodGuard
 from transport.udp import UdpSocket
 
 __all__ = ["Endpoint"]
@@ -126,6 +128,7 @@ class Endpoint:
         """Drawn anew at each start: tells a restarted peer from a second one with its key."""
         self.authorizer = authorizer
         self._key = key
+        self._ids = ConnectionIds()
         self._pool = Pool(self.node_id)
         self._admission = Admission(
             self.node_id,
@@ -153,17 +156,21 @@ class Endpoint:
 
     async def __aenter__(self) -> Endpoint:
         sock = UdpSocket(self.config.bind)
-        rules = self.config.newcomers
+        rules, budget = self.config.newcomers, StrangerBudget()
         self._demux = Demultiplexer(
             make_listener=self._make_listener if self.config.listen else None,
             max_connections=self.config.max_connections,
             max_half_open=self.config.max_half_open,
             max_half_open_per_host=self.config.max_half_open_per_host,
             retry_threshold=self.config.retry_threshold,
-            new_connection_id=new_connection_id,
+            new_connection_id=self._ids.draw,
             newcomers=None if rules is None else NewcomerFilter(rules),
+            strangers=budget,
         )
-        self._driver = Driver(sock, self._demux, on_event=self._on_event, on_pumped=self._pumped)
+        guard = FloodGuard(sock.raw, self._ids, self._demux, budget)
+        self._driver = Driver(
+            sock, self._demux, guard, on_event=self._on_event, on_pumped=self._pumped
+        )
         self._driving = anyio.CancelScope(shield=True)
         self._dialer = Dialer(self._tasks, self._why_silent)
         if sock.warning is not None and self.config.listen:
@@ -237,7 +244,8 @@ class Endpoint:
     @property
     def drops(self) -> dict[str, int]:
         """Datagrams that led nowhere, counted by reason."""
-        return dict(self._demux.drops)
+        in_kernel = self._driver.socket.kernel_drops
+        return dict(self._demux.drops) | ({"in the kernel": in_kernel} if in_kernel else {})
 
     def subscribe(self, observer: Callable[[EndpointEvent], object]) -> None:
         """Have `observer` called in the event loop with each `EndpointEvent`."""
@@ -421,6 +429,7 @@ class Endpoint:
             ),
             expected_peer=target.node_id,
             max_streams=0,
+            new_connection_id=self._ids.draw,
         )
         connection = self._connection(quic, address, outbound=True)
         try:
@@ -457,6 +466,7 @@ class Endpoint:
             max_streams=1,
             original_destination_connection_id=original,
             retry_source_connection_id=retried,
+            new_connection_id=self._ids.draw,
         )
         connection = self._connection(quic, address, outbound=False)
         self._tasks.start_soon(self._receive_connection, connection, address)
@@ -487,6 +497,9 @@ class Endpoint:
         except Exception:
             _log.exception("the introduction of %s failed", format_address(address))
             connection.abort(AppCode.INTERNAL, "internal error")
+        except BaseException:
+            connection.abort(AppCode.LEFT, "left")
+            raise
         else:
             self._welcome(connection)
 
@@ -510,10 +523,15 @@ class Endpoint:
                 )
             elif handler is not None:
                 tasks.start_soon(self._run_protocol, handler, connection)
-            while connection.closed is None and _seconds_left(connection.grant) != 0:
-                # A later hello of the peer, or the authorizer, may bring another one meanwhile.
-                with anyio.move_on_after(_seconds_left(connection.grant)):
-                    await connection.wait_regranted()
+            try:
+                while connection.closed is None and _seconds_left(connection.grant) != 0:
+                    # A later hello of the peer, or the authorizer, may bring another one meanwhile.
+                    with anyio.move_on_after(_seconds_left(connection.grant)):
+                        await connection.wait_regranted()
+            finally:
+                # In a program that was cancelled but is held up, the connection still stands.
+                if connection.alpn == MESH_ALPN:
+                    connection.serve_streams(lambda stream: stream.reset(AppCode.LEFT), framed=True)
             if connection.closed is None:
                 self._cut_off(connection, "the grant has expired")
             # What the peer sent before it left is still to be read; what we ended is over.

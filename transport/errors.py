@@ -12,6 +12,7 @@ MeshError
     ├── PeerLost              the peer vanished: killed, unplugged, or silent for too long
     ├── ProtocolError         bytes that break the protocol
     ├── StreamReset           the other side gave up on one stream
+    ├── BufferGone            memory lent to a transfer was given back before it was sent
     ├── DeadlineExceeded      the time given for an operation ran out
     ├── LimitExceeded         a bound of this node or of the peer was reached
     ├── ServiceUnknown        the peer offers no such service
@@ -29,6 +30,7 @@ from auth import MeshError
 __all__ = [
     "AddressError",
     "AddressInUse",
+    "BufferGone",
     "ConnectTimeout",
     "ConnectionClosed",
     "DeadlineExceeded",
@@ -120,6 +122,12 @@ class StreamReset(TransportError):
     """The other side gave up on one stream; the connection lives on."""
 
     code = "stream-reset"
+
+
+class BufferGone(TransportError):
+    """Memory that was lent to a transfer was given back, or replaced, before it was sent."""
+
+    code = "buffer-gone"
 
 
 class DeadlineExceeded(TransportError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,7 +15,13 @@ import anyio.lowlevel
 from auth import MeshError, PeerIdentity
 from transport.cbor import CborValue, decode, encode
 from transport.codes import AppCode, code_of, error_of_code
-from transport.errors import DeadlineExceeded, ProtocolError, StreamReset, TransportError
+from transport.errors import (
+    BufferGone,
+    DeadlineExceeded,
+    ProtocolError,
+    StreamReset,
+    TransportError,
+)
 from transport.frames import LENGTH, MAX_FRAME, error_reply, frame, ok_reply, parse_reply
 from transport.protocol import StreamCore
 
@@ -24,6 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["Stream"]
 
 DEFAULT_CHUNK = 65536
+
+LEAST_STEP, GREATEST_STEP = 1 << 18, 1 << 22
+"""How much of a bulk transfer moves between two looks at it, in bytes: less when it is slow, so
+that a deadline can be kept to, more when it is fast, as a look costs as much as a batch."""
+
+LOOK_SECONDS = 0.005
+"""What should pass between two looks."""
 
 _log = logging.getLogger("quicmesh.transport")
 
@@ -61,6 +75,8 @@ class Stream(anyio.abc.ByteStream):
         self._owes_reply = framed and not opener
         self._reply: CborValue = None
         self._closed = False
+        self._is_half_read = False
+        self._is_half_sent = False
         self._abandoned: Callable[[], object] | None = None
 
     @property
@@ -90,7 +106,7 @@ class Stream(anyio.abc.ByteStream):
         with self._reading:
             await self._skip_reply()
             await self._readable("receive")
-            return self._credit_bytes(self.core.take(max_bytes))
+            return self._credit_bytes(self.core.incoming.take(max_bytes))
 
     async def receive_exactly(self, count: int) -> bytes:
         """Return exactly `count` bytes, or raise like `receive_into`."""
@@ -98,10 +114,15 @@ class Stream(anyio.abc.ByteStream):
         await self.receive_into(memoryview(data))
         return bytes(data)
 
-    async def receive_into(self, target: memoryview) -> int:
+    async def receive_into(
+        self, target: memoryview, moved: Callable[[int], object] | None = None
+    ) -> int:
         """Fill `target` with the next bytes; return its length.
 
-        Bytes go from the receive buffer to their place and nowhere else on the way.
+        Bytes go from the packets they come in to their place, in whatever order packets come, and
+        the sender may be ahead by more than the stream's window. `moved` is told of bytes that
+        have come, in order, a quarter of a megabyte or more at a time. Given up before the end, the
+        stream can only be reset.
 
         Raises:
             ProtocolError: the stream ended before.
@@ -109,7 +130,7 @@ class Stream(anyio.abc.ByteStream):
         """
         with self._reading:
             await self._skip_reply()
-            await self._fill(target)
+            await self._fill_in_place(target, moved or _ignore)
         return len(target)
 
     async def receive_message(self, max_size: int = DEFAULT_CHUNK) -> CborValue:
@@ -139,6 +160,30 @@ class Stream(anyio.abc.ByteStream):
                 await self._write(ok_reply(None))
             await self._write(data)
 
+    async def send_lent(
+        self,
+        view: memoryview,
+        *,
+        is_intact: Callable[[], bool] = lambda: True,
+        moved: Callable[[int], object] | None = None,
+    ) -> None:
+        """Write all of `view` without a copy, and return when the peer has acknowledged it.
+
+        Until then its bytes must not change. `is_intact` is asked before each look at them, so that
+        nobody reads memory that its owner has given back meanwhile. `moved` is told of bytes that
+        were acknowledged, a quarter of a megabyte or more at a time. Given up before the end, the
+        stream is reset, and `view` let go of.
+
+        Raises:
+            BufferGone: `is_intact` said no.
+            MeshError: as `send`.
+        """
+        with self._writing:
+            if self._owes_reply:
+                self._owes_reply = False
+                await self._write(ok_reply(None))
+            await self._lend(view.cast("B"), is_intact, moved or _ignore)
+
     async def send_message(self, value: CborValue) -> None:
         """Write `value` as deterministic CBOR, framed by its length."""
         await self.send(frame(encode(value, max_size=MAX_FRAME)))
@@ -164,6 +209,8 @@ class Stream(anyio.abc.ByteStream):
 
     async def aclose(self) -> None:
         """End our direction and give up the other, without waiting for the peer."""
+        if self._is_half_sent:
+            self.reset()  # half of something must not be taken for the whole
         if not self._closed:
             self._finish()
             self._drop(AppCode.NO_ERROR)
@@ -259,6 +306,39 @@ class Stream(anyio.abc.ByteStream):
             else:
                 await self._wait("send")
 
+    async def _lend(
+        self,
+        view: memoryview,
+        is_intact: Callable[[], bool],
+        moved: Callable[[int], object],
+    ) -> None:
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._check_writable()
+        core, connection = self.core, self.connection
+        told = 0
+        step = _Step()
+        connection.core.lend(core, view, is_intact, AppCode.INTERNAL)
+        try:
+            connection.pump()
+            while told < len(view):
+                if connection.core.is_spoiled(core):
+                    raise BufferGone(
+                        "sending", peer=self.peer, why="its memory was given back meanwhile"
+                    )
+                await self._check_writable()
+                below = len(view) - step.after(told, len(view))
+                come = len(view) - connection.core.unacknowledged(core, wake_below=below)
+                if come > told:
+                    moved(come - told)
+                    told = come
+                else:
+                    await self._wait("send")
+                    step.looked()
+        finally:
+            if told < len(view):
+                self._is_half_sent = True
+                connection.core.take_back(core)
+
     def _finish(self) -> None:
         if not self.core.send_ended and self.connection.closed is None:
             # A service that ends the stream without a word has taken it.
@@ -283,9 +363,46 @@ class Stream(anyio.abc.ByteStream):
                     peer=self.peer,
                     why=f"the stream ended after {done} of {len(target)} bytes",
                 ) from None
-            count = self.core.take_into(target[done:])
+            count = self.core.incoming.take_into(target[done:])
             done += count
             self._credit(count)
+
+    async def _fill_in_place(self, target: memoryview, moved: Callable[[int], object]) -> None:
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        core, connection = self.core, self.connection
+        self._check_readable("receive")
+        start = core.incoming.consumed
+        goal = start + len(target)
+        step = _Step()
+        connection.core.post(core, target)
+        told = come = start
+        try:
+            if connection.core.owes_credit(core):
+                connection.pump()
+            while True:
+                come = min(core.incoming.delivered, goal)
+                if come > told:
+                    moved(come - told)
+                    told = come
+                if come == goal:
+                    return
+                if core.fin_received:
+                    raise ProtocolError(
+                        "receiving",
+                        peer=self.peer,
+                        why=f"the stream ended after {come - start} of {len(target)} bytes",
+                    )
+                self._check_readable("receive")
+                core.incoming.wake_at(start + step.after(come - start, len(target)))
+                await self._wait("receive")
+                step.looked()
+        finally:
+            if come < goal:
+                self._is_half_read = True
+                come = min(core.incoming.delivered, goal)
+                if come > told:
+                    moved(come - told)
+            connection.core.withdraw(core)
 
     async def _receive_frame(self, max_size: int) -> bytes:
         await self._readable("receive")
@@ -325,16 +442,26 @@ class Stream(anyio.abc.ByteStream):
     async def _readable(self, stage: str) -> None:
         """Return when there are bytes to take; raise at the end of the stream and on errors."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        core = self.core
-        while not core.buffered:
-            if self._closed:
-                raise anyio.ClosedResourceError
-            if core.remote_reset is not None:
-                raise error_of_code(core.remote_reset, "a stream", peer=self.peer, stage=stage)
-            if core.fin_received:
+        while True:
+            self._check_readable(stage)
+            if self.core.buffered:
+                return
+            if self.core.fin_received:
                 raise anyio.EndOfStream
-            self.connection.raise_if_closed("a stream", stage)
             await self._wait(stage)
+
+    def _check_readable(self, stage: str) -> None:
+        """Raise if nothing more can come; what has come, or that all has, is not looked at."""
+        core = self.core
+        if self._is_half_read:
+            raise self._given_up_halfway(stage)
+        if core.buffered or core.fin_received:
+            return
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if core.remote_reset is not None:
+            raise error_of_code(core.remote_reset, "a stream", peer=self.peer, stage=stage)
+        self.connection.raise_if_closed("a stream", stage)
 
     async def _check_writable(self) -> None:
         if self._closed:
@@ -348,6 +475,8 @@ class Stream(anyio.abc.ByteStream):
             raise StreamReset(
                 "a stream", peer=self.peer, stage="send", why="the other side stopped reading"
             )
+        if self._is_half_sent:
+            raise self._given_up_halfway("send")
         if self.core.fin_sent:
             raise TransportError("a stream", peer=self.peer, stage="send", why="its end was sent")
 
@@ -359,6 +488,15 @@ class Stream(anyio.abc.ByteStream):
                     await self._skip_reply()
             except anyio.BusyResourceError:
                 pass  # whoever reads will get it
+
+    def _given_up_halfway(self, stage: str) -> TransportError:
+        return TransportError(
+            "a stream",
+            peer=self.peer,
+            stage=stage,
+            why="an earlier transfer on it was given up halfway",
+            fix="Reset the stream, and begin anew on another.",
+        )
 
     async def _wait(self, stage: str) -> None:
         event = self._event
@@ -381,3 +519,28 @@ class Stream(anyio.abc.ByteStream):
     def _credit(self, count: int) -> None:
         if self.connection.core.consumed(self.core, count):
             self.connection.pump()
+
+
+class _Step:
+    """Suits the distance between two looks at a transfer to its speed."""
+
+    def __init__(self) -> None:
+        self._size = LEAST_STEP
+        self._at = time.monotonic()
+
+    def after(self, done: int, total: int) -> int:
+        """Return how many bytes should have moved at the next look, when `done` have."""
+        return min((done // self._size + 1) * self._size, total)
+
+    def looked(self) -> None:
+        """A look was taken."""
+        now = time.monotonic()
+        if now - self._at < LOOK_SECONDS:
+            self._size = min(2 * self._size, GREATEST_STEP)
+        else:
+            self._size = max(self._size // 2, LEAST_STEP)
+        self._at = now
+
+
+def _ignore(count: int) -> None:
+    """Nobody wants to know how much has moved."""

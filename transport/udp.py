@@ -6,6 +6,7 @@ to send.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import socket
@@ -18,7 +19,7 @@ from transport.addresses import format_address, interface_addresses
 from transport.binding import parse_bind
 from transport.errors import AddressError, AddressInUse
 
-__all__ = ["Refusal", "UdpSocket"]
+__all__ = ["MAX_DATAGRAM", "Received", "Refusal", "UdpSocket"]
 
 BUFFER_SIZE = 4 << 20
 """Asked of the kernel for each direction; it gives what its own limit allows."""
@@ -27,7 +28,17 @@ MAX_REFUSALS = 64
 """Destinations remembered to which this host refused to send; the oldest are forgotten first."""
 
 MAX_DATAGRAM = 65535
-"""Larger than any UDP payload, so that none is cut."""
+"""No UDP payload is larger, nor a batch that the kernel has put together."""
+
+# Linux: segmentation offload (udp(7)). One call sends, or receives, many datagrams of one size.
+_SOL_UDP = 17
+_UDP_SEGMENT = 103
+_UDP_GRO = 104
+_SEGMENT = struct.Struct("=H")
+_GRO_ANCILLARY = socket.CMSG_SPACE(4)
+
+# What is said to any segmented send where the way out can't do it.
+_NO_SEGMENTATION = frozenset({errno.EIO, errno.EOPNOTSUPP})
 
 # Linux: queue ICMP errors with the address they are about (ip(7), ipv6(7)).
 _IP_RECVERR = 11
@@ -35,6 +46,10 @@ _IPV6_RECVERR = 25
 _ERROR_QUEUE_MESSAGE = 2048
 _ERROR_QUEUE_ANCILLARY = 512
 _ERRNO = struct.Struct("=I")
+
+# Linux: what the kernel counts of a socket, as 32-bit words (linux/sock_diag.h).
+_SO_MEMINFO = 55
+_DROPS = 8
 
 _ICMP_ERRORS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
@@ -54,6 +69,15 @@ class Refusal(NamedTuple):
 
     why: str
     is_final: bool
+
+
+class Received(NamedTuple):
+    """Datagrams from one source, one behind the other in the buffer they were received into."""
+
+    size: int
+    segment: int
+    """The size of each, but for the last, which may be shorter."""
+    source: SocketAddress
 
 
 class UdpSocket:
@@ -83,6 +107,9 @@ class UdpSocket:
         self.warning = _ask_for_buffers(self._socket)
         """What is wrong with the buffers that the kernel gave, and the fix; None if nothing is."""
         self.refused: dict[SocketAddress, Refusal] = {}
+        self._segments = sys.platform == "linux"
+        self._ask_to_join()
+        self._last_source: tuple[object, SocketAddress] = (None, ("", 0))
         self._reports_errors = self._ask_for_errors()
         self.has_errors = False
         """Whether the host has reported a destination unreachable since `errors` was last asked."""
@@ -92,6 +119,14 @@ class UdpSocket:
     def raw(self) -> socket.socket:
         """The socket to wait on."""
         return self._socket
+
+    @property
+    def kernel_drops(self) -> int:
+        """Datagrams that found the queue full, or were filtered; 0 where none can be told."""
+        if sys.platform != "linux":
+            return 0
+        info = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4 * (_DROPS + 1))
+        return int.from_bytes(info[4 * _DROPS :], sys.byteorder)
 
     def reachable(self) -> tuple[SocketAddress, ...]:
         """Return where others may reach the socket as of now, the likeliest first."""
@@ -105,23 +140,52 @@ class UdpSocket:
         ]
         return tuple((host, port) for host in self._binding.select(found))
 
-    def receive(self, limit: int) -> list[tuple[bytes, SocketAddress]]:
-        """Return at most `limit` datagrams that wait, each with its source."""
-        out: list[tuple[bytes, SocketAddress]] = []
-        for _ in range(limit):
+    def receive_into(self, buffer: bytearray) -> Received | None:
+        """Receive what waits longest into `buffer`, of `MAX_DATAGRAM` bytes; None: nothing waits.
+
+        An error report about something sent before sets `has_errors`, and may be all there is.
+        """
+        while True:
             try:
-                data, source = self._socket.recvfrom(MAX_DATAGRAM)
+                size, ancillary, _, source = self._socket.recvmsg_into([buffer], _GRO_ANCILLARY)
             except BlockingIOError:
-                break
+                return None
             except OSError as error:
                 if error.errno == errno.EBADF:
                     raise
-                self.has_errors = True  # the report about a datagram sent; the queue has details
+                self.has_errors = True  # the queue has the details
                 continue
-            out.append((data, self._plain(source)))
-        return out
+            segment = size
+            for level, kind, value in ancillary:
+                if level == _SOL_UDP and kind == _UDP_GRO:
+                    segment = int.from_bytes(value[:4], sys.byteorder)
+            if source != self._last_source[0]:
+                self._last_source = (source, self._plain(source))
+            return Received(size, min(segment, size) or size, self._last_source[1])
 
-    def send(self, data: bytes, address: SocketAddress) -> bool:
+    def send_batch(self, data: bytes | memoryview, segment: int, address: SocketAddress) -> int:
+        """Send `data` as datagrams of `segment` bytes, in one call where the kernel can.
+
+        Returns how many bytes were taken: fewer than all when the socket's buffer is full.
+        """
+        if len(data) <= segment:
+            return len(data) if self.send(data, address) else 0
+        target = self._native(address) if self._segments else None
+        if target is not None:
+            control = [(_SOL_UDP, _UDP_SEGMENT, _SEGMENT.pack(segment))]
+            try:
+                return self._socket.sendmsg([data], control, 0, target)
+            except BlockingIOError:
+                return 0
+            except OSError as error:
+                if error.errno in _NO_SEGMENTATION:
+                    self._segments = False
+        for start in range(0, len(data), segment):
+            if not self.send(data[start : start + segment], address):
+                return start
+        return len(data)
+
+    def send(self, data: bytes | memoryview, address: SocketAddress) -> bool:
         """Send one datagram; return False when the socket's buffer is full.
 
         A datagram that the host refuses (no route, a firewall) is lost, as it might have been
@@ -186,6 +250,11 @@ class UdpSocket:
         self.refused[address] = refusal
         if len(self.refused) > MAX_REFUSALS:
             del self.refused[next(iter(self.refused))]
+
+    def _ask_to_join(self) -> None:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # before Linux 5.0
+                self._socket.setsockopt(_SOL_UDP, _UDP_GRO, 1)
 
     def _ask_for_errors(self) -> bool:
         if sys.platform != "linux":

@@ -44,6 +44,8 @@ class CollectiveError(MeshError, RuntimeError):
 
     code = "collective"
 
+    ranks: tuple[int, ...] = ()
+
     def __init__(
         self,
         what: str,

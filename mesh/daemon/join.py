@@ -62,19 +62,21 @@ async def join(
     if petname is not None:
         check_free(petname, ticket.node_id, node.directory.names())
     # Trusted before it is dialled: a connection keeps what the peer could do here when it was made.
-    trusted = await anyio.to_thread.run_sync(_trust, keys, ticket.node_id)
+    is_new = ticket.node_id not in {entry.node_id for entry in keys.entries()}
     try:
+        if is_new:
+            await anyio.to_thread.run_sync(keys.add, ticket.node_id)
         peer = await node.connect(ticket)
         host = await announce(node, await peer.connection(), stays=stays)
+        known = home.peers.get(ticket.node_id)
+        if petname is None and (known is None or known.petname is None):
+            petname = suggest_petname(host, node.directory.names().values())
+        return await anyio.to_thread.run_sync(_name, home, keys, ticket.node_id, petname)
     except BaseException:
-        if trusted:
+        if is_new:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(keys.remove, ticket.node_id)
         raise
-    known = home.peers.get(ticket.node_id)
-    if petname is None and (known is None or known.petname is None):
-        petname = suggest_petname(host, node.directory.names().values())
-    return await anyio.to_thread.run_sync(_name, home, keys, ticket.node_id, petname)
 
 
 async def join_without_daemon(home: Home, ticket: Ticket, petname: str | None = None) -> Joined:
@@ -87,14 +89,6 @@ async def join_without_daemon(home: Home, ticket: Ticket, petname: str | None = 
     node = Node(key=key, authorizer=home.authorized_keys(key.node_id), home=home)
     async with node:
         return await join(node, ticket, petname, stays=False)
-
-
-def _trust(keys: AuthorizedKeys, node_id: NodeId) -> bool:
-    """Authorize a key unless it is already; return whether this did it."""
-    if node_id in {entry.node_id for entry in keys.entries()}:
-        return False
-    keys.add(node_id)
-    return True
 
 
 def _name(home: Home, keys: AuthorizedKeys, node_id: NodeId, petname: str | None) -> Joined:

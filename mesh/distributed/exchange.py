@@ -6,6 +6,7 @@ go; what comes back are `Transfer` objects, on which threads wait without the lo
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
@@ -37,6 +38,10 @@ __all__ = ["QuicExchange"]
 
 COMPACT_ENTRIES = 1024
 """Deadlines kept before those of finished messages are sorted out."""
+
+DELIVERY_SECONDS = 3.0
+"""How long a rank that leaves waits for others to take what was sent to them, without a byte
+moving: as long as some do, it goes on. A process may send and exit at once."""
 
 REPLY_SECONDS = 1.0
 """Beyond the loop's own bound: how much longer a thread waits for the loop's answer."""
@@ -134,16 +139,22 @@ class QuicExchange:
         self._call(self._spread_failure)
 
     def close(self, timeout: float) -> None:
-        """Leave the group: write what was posted, within `timeout` seconds, and say goodbye."""
+        """Leave the group: write what was posted, and say goodbye within `timeout` seconds.
+
+        What was posted is given up after `DELIVERY_SECONDS` in which nothing of it moved.
+        """
         with self._lock:
             self._left = True
             if self._over:
                 return
-        try:
+        patience = DELIVERY_SECONDS + timeout + REPLY_SECONDS
+        with contextlib.suppress(RuntimeError):  # the loop has ended: it leaves by itself
             leaving = self._portal.start_task_soon(self._leave, timeout)
-            leaving.result(timeout + REPLY_SECONDS)
-        except (RuntimeError, TimeoutError):
-            pass  # the loop has ended, or is ending: it leaves by itself
+            written = -1
+            while written != (written := self._written()):
+                with contextlib.suppress(TimeoutError):
+                    leaving.result(patience)
+                    break
 
     # Called in the loop.
 
@@ -315,7 +326,17 @@ class QuicExchange:
         for link in self._links.values():
             link.drop(self.failure)
 
+    def _written(self) -> int:
+        return sum(link.written for link in self._links.values())
+
     async def _leave(self, timeout: float) -> None:
+        written = -1
+        while written != (written := self._written()):
+            with anyio.move_on_after(DELIVERY_SECONDS):
+                async with anyio.create_task_group() as tasks:
+                    for link in self._links.values():
+                        tasks.start_soon(link.delivered)
+                break
         with anyio.move_on_after(timeout):
             async with anyio.create_task_group() as tasks:
                 for link in self._links.values():

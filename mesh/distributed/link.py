@@ -53,6 +53,9 @@ MESSAGE_COST = 256
 MAX_CHANNELS = 1 << 16
 """Most tags that a pair may use in a group's life."""
 
+PROGRESS_BYTES = 1 << 20
+"""How much of a message is written before `Link.written` shows it."""
+
 CONTROL_BATCH = 64
 """Control entries in one message."""
 
@@ -125,12 +128,14 @@ class Link:
     Attributes:
         attached: set once both streams are there.
         ended: set once the link carries nothing any more.
+        written: grows as messages are written.
     """
 
     def __init__(self, owner: LinkOwner, peer: int) -> None:
         self.peer = peer
         self.attached = anyio.Event()
         self.ended = anyio.Event()
+        self.written = 0
         self._owner = owner
         self._streams: dict[str, Stream] = {}
         self._outgoing: defaultdict[Channel, _Outgoing] = defaultdict(_Outgoing)
@@ -224,12 +229,16 @@ class Link:
 
     async def leave(self) -> None:
         """Write everything that is queued, say so, and return once the other side knows."""
-        while self._gone is None and (self._ready or self._writing or self._has_queued()):
-            await self._idle_event.wait()
+        await self.delivered()
         self._leaving = True
         self._data_event.set()
         self._control_event.set()
         await self.ended.wait()
+
+    async def delivered(self) -> None:
+        """Return once everything that is queued is written, or can't be."""
+        while self._gone is None and (self._ready or self._writing or self._has_queued()):
+            await self._idle_event.wait()
 
     def close(self) -> None:
         """End the link now."""
@@ -278,7 +287,9 @@ class Link:
                     await stream.send(header + send.payload)
                 else:
                     await stream.send(header)
-                    await stream.send(send.payload)
+                    for start in range(0, len(send.payload), PROGRESS_BYTES):
+                        await stream.send(send.payload[start : start + PROGRESS_BYTES])
+                        self.written += 1
                 self._writing = None
                 send.transfer.finish()
                 del send  # and with it the memory that it kept alive

@@ -17,6 +17,7 @@ from mesh.collective import CollectiveError, Header, Signature
 from mesh.collective.errors import error_class
 from mesh.collective.exchange import Channel
 from transport import CborValue, ProtocolError, cbor
+from transport.codes import plain_text
 
 __all__ = [
     "HEADER_BYTES",
@@ -94,9 +95,11 @@ def parse_control(value: CborValue) -> list[tuple[str, list[Any]]]:
     entries: list[tuple[str, list[Any]]] = []
     for entry in value if isinstance(value, list) else [None]:
         match entry:
-            case ["want", int(channel), int(count)]:
+            case ["want", int(channel), int(count)] if -1 <= channel < 1 << 63 and count >= 0:
                 entries.append(("want", [channel, count]))
-            case ["offer", int(channel), int(index), [*header]] if -1 <= channel < 1 << 63:
+            case ["offer", int(channel), int(index), [*header]] if (
+                -1 <= channel < 1 << 63 and index >= 0
+            ):
                 entries.append(("offer", [channel, index, _header(header)]))
             case ["ack", int(cost)] if cost >= 0:
                 entries.append(("ack", [cost]))
@@ -119,16 +122,20 @@ def failure_value(error: CollectiveError) -> dict[str, CborValue]:
 def parse_failure(value: dict[str, CborValue], what: str, size: int) -> CollectiveError:
     """Return the error that another rank told, about `what`."""
     ranks = value.get("ranks")
-    texts = {name: text for name in ("why", "fix") if isinstance(text := value.get(name), str)}
+    texts = {
+        name: plain_text(text)
+        for name in ("why", "fix")
+        if isinstance(text := value.get(name), str) and text
+    }
     return error_class(str(value.get("code")))(
         what,
         ranks=tuple(
             rank
             for rank in (ranks if isinstance(ranks, list) else ())
-            if isinstance(rank, int) and 0 <= rank < size
+            if type(rank) is int and 0 <= rank < size
         )[:MAX_RANKS],
-        why=texts.get("why", "another rank failed")[:MAX_TEXT],
-        fix=texts.get("fix", "")[:MAX_TEXT] or None,
+        why=texts.get("why", "another rank failed"),
+        fix=texts.get("fix"),
     )
 
 

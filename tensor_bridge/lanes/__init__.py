@@ -7,10 +7,11 @@ one that `choose_lane` gives them: another way joins there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from tensor_bridge.lanes.quic import QuicLane
+from tensor_bridge.memory import Payload
 from transport import Stream
 
 __all__ = ["Lane", "QuicLane", "choose_lane"]
@@ -24,11 +25,13 @@ class Lane(Protocol):
         """What ``mesh status`` calls it."""
         ...
 
-    async def send(self, pieces: Iterator[memoryview], moved: Callable[[int], object]) -> None:
-        """Send every piece, and tell `moved` the size of each that has left.
+    async def send(self, payload: Payload, moved: Callable[[int], object]) -> None:
+        """Send all of `payload`, and tell `moved` how many bytes have left, part by part.
 
-        A piece is valid until the next is asked for. At most a bounded amount is ahead of the
-        receiver: one that sleeps stops the sender.
+        At most a bounded amount is ahead of the receiver: one that sleeps stops the sender.
+
+        Raises:
+            TensorChanged: its memory was resized or replaced meanwhile.
         """
         ...
 

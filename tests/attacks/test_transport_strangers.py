@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
-import struct
-import time
 
 import anyio
 import cbor2
@@ -156,65 +153,6 @@ async def test_a_first_stream_that_ends_before_a_hello(ending: str) -> None:
             client.close()
         await eventually(lambda: events.of(PeerRefused))
         assert await connection.call("echo", 1) == 1
-
-
-async def test_a_length_of_a_gigabyte_makes_us_hold_nothing() -> None:
-    async with endpoint() as node, endpoint() as friend:
-        connection = await friend.connect(at(node))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for _ in range(20):
-            async with raw_client(node.port, SecretKey.generate()) as client:
-                client.send(struct.pack(">I", 1 << 30) + b"x" * 100)
-                await client.until(lambda: client.reply() or client.ended)
-                answer = client.reply()
-                assert isinstance(answer, dict)
-                assert "announces 1073741824 bytes" in answer["err"]["why"]
-        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        assert after - before < 64 * 1024, "KiB"
-        assert await connection.call("echo", 1) == 1
-
-
-async def test_a_length_of_a_gigabyte_after_the_hello_is_refused_too() -> None:
-    async with endpoint() as node, raw_client(node.port, SecretKey.generate()) as client:
-        client.send(hello(), fin=True)
-        await client.until(lambda: client.reply())
-        client.send(struct.pack(">I", 1 << 30) + b"x", stream_id=4)
-        await client.until(lambda: client.reply(4))
-        answer = client.reply(4)
-        assert isinstance(answer, dict)
-        assert answer["err"]["code"] == "protocol"
-
-
-async def test_a_hello_that_drips_is_cut_off_at_the_handshake_timeout() -> None:
-    async with endpoint(handshake_timeout=0.4) as node:
-        async with raw_client(node.port, SecretKey.generate()) as client:
-            began = time.monotonic()
-            data, sent = hello(), 0
-            while not client.reply() and time.monotonic() - began < 5:
-                client.send(data[sent : sent + 1])
-                sent += 1
-                await client.run(0.02)
-            assert 0.3 < time.monotonic() - began < 2.0
-            assert client.reply()["err"]["code"] == "deadline"  # type: ignore[index]
-            assert sent < len(data)
-            client.close()
-        # The positive control: the same hello, in pieces, but in time.
-        async with raw_client(node.port, SecretKey.generate()) as client:
-            for start in range(0, len(data), 16):
-                client.send(data[start : start + 16])
-                await client.run(0.005)
-            await client.until(lambda: client.reply())
-            assert "ok" in client.reply()  # type: ignore[operator]
-
-
-async def test_saying_nothing_at_all_is_cut_off_as_well() -> None:
-    async with endpoint(handshake_timeout=0.3) as node:
-        events = Events(node)
-        async with raw_client(node.port, SecretKey.generate()) as client:
-            await client.until(lambda: client.ended, timeout=3)
-        await eventually(lambda: events.of(PeerRefused))
-        assert events.of(PeerRefused)[0].error.stage == "hello"
-        await eventually(lambda: is_idle(node))
 
 
 async def test_before_the_hello_there_is_one_stream() -> None:

@@ -10,7 +10,7 @@ import logging
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from auth import (
@@ -76,7 +76,7 @@ IDS = st.sampled_from([A, B, C])
 TRANSCRIPTS = st.builds(Transcript, IDS, IDS, NONCES, NONCES)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@pytest.mark.fuzz
 @given(TRANSCRIPTS, TRANSCRIPTS, st.sampled_from(Side), st.sampled_from(Side))
 def test_a_tag_holds_for_its_own_transcript_and_side_alone(
     one: Transcript, other: Transcript, side: Side, other_side: Side
@@ -96,7 +96,7 @@ def test_every_part_of_the_transcript_counts(part: str) -> None:
     assert secret.tag(changed, Side.DIALER) != secret.tag(TRANSCRIPT, Side.DIALER)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.fuzz
 @given(st.binary(max_size=40))
 def test_other_bytes_are_no_proof(tag: bytes) -> None:
     assert not SharedSecret(SECRET).verify(Proof(TRANSCRIPT, Side.DIALER, tag))

@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import programs
+from tests.programs import Program
+
 __all__ = ["Daemon", "Machine"]
 
 START_SECONDS = 40.0
@@ -25,7 +28,7 @@ START_SECONDS = 40.0
 class Daemon:
     """A running ``mesh up``, line by line."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Program) -> None:
         self.process = process
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
@@ -86,18 +89,28 @@ class Machine:
         self.home = home
 
     def start(self, *arguments: str, bind: str | None = "127.0.0.1:0") -> subprocess.Popen[str]:
-        where = () if bind is None else ("--bind", bind)
+        """Run ``mesh up`` from the very beginning."""
         return subprocess.Popen(
-            [*self._command, "up", *where, *arguments],
+            [sys.executable, *self._up(*arguments, bind=bind)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
     @contextmanager
-    def up(self, *arguments: str, bind: str | None = "127.0.0.1:0") -> Iterator[Daemon]:
-        """Run ``mesh up`` during the block, which begins when it is reachable."""
-        with self.start(*arguments, bind=bind) as process:
+    def up(
+        self, *arguments: str, bind: str | None = "127.0.0.1:0", fresh: bool = False
+    ) -> Iterator[Daemon]:
+        """Run ``mesh up`` during the block, which begins when it is reachable.
+
+        `fresh` starts an interpreter for it, as a shell would.
+        """
+        started: subprocess.Popen[str] | Program
+        if fresh:
+            started = self.start(*arguments, bind=bind)
+        else:
+            started = Program(self._up(*arguments, bind=bind), stderr=False)
+        with started as process:
             daemon = Daemon(process)
             try:
                 daemon.wait_for("Ctrl.C to leave")
@@ -111,13 +124,7 @@ class Machine:
         self, *arguments: str, code: int | None = 0, seconds: float = 40.0
     ) -> subprocess.CompletedProcess[str]:
         """Run the command, expect an exit code and no traceback."""
-        done = subprocess.run(
-            [*self._command, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
+        done = programs.run([*self._command, *arguments], timeout=seconds)
         told = f"rc {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert code is None or done.returncode == code, told
         assert "Traceback" not in told, told
@@ -128,15 +135,14 @@ class Machine:
 
     def python(self, code: str, *, seconds: float = 40.0) -> subprocess.CompletedProcess[str]:
         """Run a program on this machine."""
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"MESH_HOME": str(self.home)},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
+        return programs.run(
+            ["-c", code], env=os.environ | {"MESH_HOME": str(self.home)}, timeout=seconds
         )
+
+    def _up(self, *arguments: str, bind: str | None) -> list[str]:
+        where = () if bind is None else ("--bind", bind)
+        return [*self._command, "up", *where, *arguments]
 
     @property
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", "mesh", "--home", str(self.home)]
+        return ["-m", "mesh", "--home", str(self.home)]

@@ -6,8 +6,6 @@ import itertools
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -35,6 +33,7 @@ from examples.fastapi_app import make_app
 from mesh import Node
 from tests.e2e.machines import Daemon
 from tests.mesh.nodes import eventually
+from tests.programs import Program
 from transport import (
     Connection,
     ConnectionClosed,
@@ -47,7 +46,6 @@ from transport import (
 
 pytestmark = pytest.mark.timeout(180)
 
-ROOT = Path(__file__).parents[2]
 LOOPBACK = EndpointConfig(bind="127.0.0.1:0", linger=1.0)
 KINDS = ("fastapi", "trio", "asyncio")
 MIB = 1 << 20
@@ -87,10 +85,8 @@ def running(
 ) -> Iterator[RunningApp]:
     """Run an example as the README does, on free ports."""
     options = ["--key", str(folder / f"{kind}.key"), "--bind", bind, "--http", "0"]
-    command = [sys.executable, "-m", f"examples.{kind}_app", *options, *map(str, members)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    ) as process:
+    command = ["-m", f"examples.{kind}_app", *options, *map(str, members)]
+    with Program(command, stderr=False) as process:
         try:
             yield RunningApp(kind, Daemon(process))
         finally:

@@ -26,7 +26,7 @@ def machines(tmp_path: Path) -> tuple[Machine, Machine]:
 
 def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
     a, b = machines
-    with a.up(bind=None) as first:
+    with a.up(bind=None, fresh=True) as first:
         # What is printed is usable from another machine, or says that it is not.
         listening = first.wait_for(r"^listening +(.*)$")[1]
         loopback = all(each.startswith(("127.", "[::1]")) for each in listening.split(", "))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.machines import Daemon, Machine
+from tests.programs import Program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -66,15 +65,8 @@ def test_peer_that_died_first(machine: Machine, tmp_path: Path) -> None:
     other = Machine(tmp_path / "b")
     with other.up() as daemon:
         code = (OPEN + "sys.stdin.readline()").format(ticket=daemon.ticket)
-        command = [sys.executable, "-c", code]
-        with subprocess.Popen(
-            command,
-            env=os.environ | {"MESH_HOME": str(machine.home / "none")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
+        env = os.environ | {"MESH_HOME": str(machine.home / "none")}
+        with Program(["-c", code], env=env, stdin=True) as process:
             assert process.stdout is not None
             assert float(process.stdout.readline()) > 0
             daemon.process.kill()

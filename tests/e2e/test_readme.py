@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.e2e.machines import Daemon, Machine
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -37,15 +39,22 @@ def test_what_the_readme_links_to_is_there(link: str) -> None:
 
 @pytest.mark.e2e
 def test_the_daemon_and_the_client_run_together(tmp_path: Path) -> None:
-    with example("daemon", str(tmp_path / "home")) as daemon:
-        client = run_client(daemon.wait_for("^mesh1.*$")[0], home=tmp_path / "nobody")
-        assert client.returncode == 0, client.stderr
-        assert client.stderr == ""
-        assert "round trip" in client.stdout
-        assert "[2., 5.]" in client.stdout
-        daemon.signal(signal.SIGINT)
-        assert daemon.wait() == 0
-        assert len(daemon.lines) == 1, daemon.lines
+    command = [sys.executable, "-m", "examples.daemon", str(tmp_path / "home")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as process:
+        try:
+            daemon = Daemon(process)
+            client = run_client(daemon.wait_for("^mesh1.*$")[0], home=tmp_path / "nobody")
+            assert client.returncode == 0, client.stderr
+            assert client.stderr == ""
+            assert "round trip" in client.stdout
+            assert "[2., 5.]" in client.stdout
+            daemon.signal(signal.SIGINT)
+            assert daemon.wait() == 0
+            assert len(daemon.lines) == 1, daemon.lines
+        finally:
+            process.kill()
 
 
 @pytest.mark.e2e
@@ -79,10 +88,7 @@ def test_the_apps_and_the_client_run_as_printed(kind: str, tmp_path: Path) -> No
 
 @contextmanager
 def example(name: str, *arguments: str) -> Iterator[Daemon]:
-    command = [sys.executable, "-m", f"examples.{name}", *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    ) as process:
+    with Program(["-m", f"examples.{name}", *arguments], stderr=False) as process:
         try:
             yield Daemon(process)
         finally:
@@ -90,12 +96,5 @@ def example(name: str, *arguments: str) -> Iterator[Daemon]:
 
 
 def run_client(ticket: str, *, home: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "examples.client", ticket],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"MESH_HOME": str(home)},
-        cwd=ROOT,
-        timeout=45,
-        check=False,
-    )
+    env = os.environ | {"MESH_HOME": str(home)}
+    return programs.run(["-m", "examples.client", ticket], env=env, timeout=45)

@@ -134,6 +134,10 @@ def test_run_file_without_a_field(tmp_path: Path, field: str) -> None:
     home.create()
     run_file(home).save(home.run_path)
     content = json.loads(home.run_path.read_bytes())
+    home.run_path.write_text(json.dumps(content | {"pid": 1}))
+    assert RunFile.load(home.run_path) is not None
+    home.run_path.write_text(json.dumps(content | {"pid": float("inf")}))
+    assert RunFile.load(home.run_path) is None
     del content[field]
     home.run_path.write_text(json.dumps(content))
     assert RunFile.load(home.run_path) is None

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
 
 import anyio
 import torch
@@ -72,6 +73,12 @@ class Node:
             peer.endpoint.node_id, stored.object_id, stored.version, stored.meta, stored.name
         )
 
+    async def token(self, peer: Node, ref: TensorRef, audience: Node) -> bytes:
+        """Have `peer` mint a token for `audience` to read a tensor of this node's there."""
+        client = await self.client(peer)
+        async with client._minted(ref, audience.endpoint.node_id) as (minted, _):
+            return minted.token
+
     async def client(self, peer: Node, *, reconnect: bool = False) -> TensorClient:
         async def dial() -> Connection:
             return await self.connection(peer)
@@ -86,10 +93,11 @@ async def node(
     store: StoreLimits | None = None,
     tokens: TokenLimits | None = None,
     moves: MoveLimits | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Node]:
-    """A node that lives for the block."""
+    """A node that lives for the block; `settings` are of its endpoint."""
     authorizer = authorizer or allow_any()
-    config = EndpointConfig(bind="127.0.0.1:0", linger=0.5, liveness=1.0)
+    config = EndpointConfig(bind="127.0.0.1:0", linger=0.5, liveness=1.0, **settings)
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(
             Endpoint(SecretKey.generate(), authorizer, config)

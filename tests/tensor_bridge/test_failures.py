@@ -206,7 +206,7 @@ async def test_a_put_cut_at_any_byte_is_taken_up_in_place(
             await eventually(lambda: landed(a) >= send // CHUNK_BYTES * CHUNK_BYTES)
             connection.abort(AppCode.LEFT)
             return None
-        assert offset == byte // CHUNK_BYTES * CHUNK_BYTES or (offset, byte) == (send, send)
+        assert byte // CHUNK_BYTES * CHUNK_BYTES <= offset <= byte
         await stream.send_message(Sent(0).encode())
         stored = Stored.decode(await stream.receive_message())
         await stream.aclose()
@@ -218,7 +218,7 @@ async def test_a_put_cut_at_any_byte_is_taken_up_in_place(
     stored = await attempt(len(data), finish=True)
     assert stored is not None
     assert same(a.store.get(stored.object_id).tensor, tensor)
-    assert a.is_empty
+    await eventually(lambda: a.is_empty)
     # The answer got lost? Asking again finds the object and makes no second one.
     byte = len(data)
     assert await attempt(len(data), finish=True) == stored
@@ -319,9 +319,8 @@ async def test_a_client_that_comes_back_in_time_finds_its_tensors() -> None:
 
 async def test_tensors_of_a_client_that_has_left_stay_while_they_are_fetched() -> None:
     async with together(node(moves=MoveLimits(linger=0.0)), node(), node()) as (a, b, client):
-        at_a = await client.client(a)
         ref = client.has(a, torch.arange(10))
-        token = (await at_a._mint(ref, b.endpoint.node_id)).token
+        token = await client.token(a, ref, b)
         stream = await b.read(a, token=token)
         await stream.reply()
         cut(client, a)()

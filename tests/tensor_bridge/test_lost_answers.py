@@ -29,14 +29,20 @@ def lose_answers(server: Node, call: str, times: int = 1) -> list[CborValue]:
     real = services[call]
     answers: list[CborValue] = []
 
-    async def act(request: Incoming) -> CborValue:
-        answer = await real.handler(request)
+    def lose(request: Incoming, answer: CborValue) -> CborValue:
         answers.append(answer)
         if len(answers) <= times:
             request.connection.abort(AppCode.LEFT)
         return answer
 
-    services[call] = _Service(act, real.scope, is_call=True)
+    async def act(request: Incoming) -> CborValue:
+        if real.is_call:
+            return lose(request, await real.handler(request))
+        say = request.stream.send_reply
+        request.stream.send_reply = lambda answer: say(lose(request, answer))  # type: ignore[method-assign]
+        return await real.handler(request)
+
+    services[call] = _Service(act, real.scope, is_call=real.is_call)
     return answers
 
 

@@ -25,6 +25,8 @@ from tests.tensor_bridge.tensors import (
 pytestmark = pytest.mark.anyio
 
 MIB = 1 << 20
+LARGE = 16 * MIB
+"""256 times what the client may carry of a copy, and as much as any window."""
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ async def test_quantized_there_and_back(nodes: tuple[Node, Node, Node], per_chan
 async def test_a_large_copy_passes_the_client_by(nodes: tuple[Node, Node, Node]) -> None:
     a, b, client = nodes
     at_a, at_b = await client.client(a), await client.client(b)
-    tensor = torch.arange(8 * MIB)  # 64 MiB
+    tensor = torch.arange(LARGE // 8)
     seen: list[Progress] = []
     copy = await at_a.copy_to(client.has(a, tensor), at_b, progress=seen.append)
     assert torch.equal(b.store.get(copy.object_id).tensor, tensor)
@@ -85,8 +87,8 @@ async def test_a_large_copy_passes_the_client_by(nodes: tuple[Node, Node, Node])
     assert carried < 64 * 1024
     between = a.endpoint.connection(b.endpoint.node_id)
     assert between is not None
-    assert between.info.bytes_sent > 64 * MIB
-    assert seen[-1].moved == seen[-1].total == 64 * MIB
+    assert between.info.bytes_sent > LARGE
+    assert seen[-1].moved == seen[-1].total == LARGE
     assert all(one.moved <= two.moved for one, two in pairwise(seen))
 
 
@@ -98,7 +100,9 @@ async def test_progress_of_put_and_get(nodes: tuple[Node, Node, Node]) -> None:
     ref = await at_a.put(filled((MIB + 3,), torch.uint8), progress=putting.append)
     await at_a.get(ref, progress=getting.append)
     for seen in (putting, getting):
-        assert [each.moved for each in seen] == [MIB // 4, MIB // 2, MIB * 3 // 4, MIB, MIB + 3]
+        assert seen[-1].moved == MIB + 3
+        assert len(seen) > 1
+        assert all(one.moved < two.moved for one, two in pairwise(seen))
         assert all(each.total == MIB + 3 for each in seen)
         assert all(0 <= one.seconds <= two.seconds for one, two in pairwise(seen))
 

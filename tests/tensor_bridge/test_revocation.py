@@ -44,7 +44,8 @@ def at(endpoint: Endpoint) -> PeerAddress:
 
 async def mint(client: TensorClient, object_id: str, audience: Node) -> bytes:
     ref = await client.info(object_id)
-    return (await client._mint(ref, audience.endpoint.node_id)).token
+    async with client._minted(ref, audience.endpoint.node_id) as (minted, _):
+        return minted.token
 
 
 def counts(service: TensorService) -> tuple[int, int, int]:

@@ -38,7 +38,7 @@ class Table:
     async def token(self) -> bytes:
         client = await self.client.client(self.source)
         ref = await client.info(self.stored.object_id)
-        return (await client._mint(ref, self.reader.endpoint.node_id)).token
+        return await self.client.token(self.source, ref, self.reader)
 
     async def whole(self, token: bytes) -> None:
         """Read everything and acknowledge it: the positive control."""
@@ -189,7 +189,7 @@ async def test_only_the_owner_gets_a_token_or_reads_without(table: Table) -> Non
     owner = await table.client.client(table.source)
     ref = await owner.info(table.stored.object_id)
     for attempt in (
-        stranger._mint(ref, table.stranger.endpoint.node_id),
+        table.stranger.token(table.source, ref, table.stranger),
         stranger.get(ref),
         stranger.delete(ref),
         stranger.info(ref.object_id),

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import heapq
 import math
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from transport.protocol.aioquic_adapter import (
     client_configuration,
     server_configuration,
 )
+from transport.protocol.connection_ids import ConnectionIds
 from transport.protocol.events import (
     ConnectionIdIssued,
     ConnectionIdRetired,
@@ -137,7 +137,8 @@ class World:
                 if target in self.hosts:
                     self.hosts[target].receive(data, source)
             else:
-                self.now = max(self.now, due)
+                # Real clocks never stand still, and sums of times are rounded.
+                self.now = max(self.now + 1e-9, due)
                 for host in list(self.hosts.values()):
                     host.keep_time()
         raise AssertionError("the world is busy and gets nowhere")
@@ -153,6 +154,7 @@ class Host:
         self.key = secret
         self.address = address
         self.settings = settings
+        self.ids = ConnectionIds()
         self.ends: dict[ConnectionCore, End] = {}
         """Every connection it ever had, in the order in which they came."""
         self.demux = Demultiplexer(
@@ -161,7 +163,7 @@ class Host:
             max_half_open=settings.max_half_open,
             max_half_open_per_host=settings.max_half_open_per_host,
             retry_threshold=settings.retry_threshold,
-            new_connection_id=os.urandom,
+            new_connection_id=self.ids.draw,
         )
         world.hosts[address] = self
 
@@ -191,7 +193,10 @@ class Host:
         )
         configure(configuration)
         quic = kind(
-            configuration=configuration, expected_peer=expect or target.key.node_id, max_streams=0
+            configuration=configuration,
+            expected_peer=expect or target.key.node_id,
+            max_streams=0,
+            new_connection_id=self.ids.draw,
         )
         end = self._end(quic, outbound=True)
         self.demux.add(end.core, quic.host_cid)
@@ -268,6 +273,7 @@ class Host:
             max_streams=1,
             original_destination_connection_id=original,
             retry_source_connection_id=retried,
+            new_connection_id=self.ids.draw,
         )
         return self._end(quic, outbound=False).core
 
@@ -349,7 +355,7 @@ class End:
 
     def read(self, stream: StreamCore, limit: int = 1 << 30) -> bytes:
         """Take what has come, and give the credit back."""
-        data = stream.take(limit)
+        data = stream.incoming.take(limit)
         self.inbox.setdefault(stream.stream_id, bytearray()).extend(data)
         self.again = self.core.consumed(stream, len(data)) or self.again
         return data

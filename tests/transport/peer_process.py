@@ -20,6 +20,11 @@ async def hang(request: Incoming) -> CborValue:
     return None
 
 
+async def sleep(request: Incoming) -> None:
+    await request.stream.send(b"")
+    await anyio.sleep_forever()
+
+
 async def sink(request: Incoming) -> None:
     async for _ in request.stream:
         pass
@@ -32,6 +37,7 @@ async def main() -> None:
         node.register_call("echo", echo, scope="x")
         node.register_call("hang", hang, scope="x")
         node.register_service("sink", sink, scope="x")
+        node.register_service("sleep", sleep, scope="x")
         print(node.port, flush=True)
         await anyio.sleep_forever()
 

@@ -10,7 +10,7 @@ import ast
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import aioquic
@@ -20,23 +20,28 @@ from aioquic.quic.connection import (
     Limit,
     QuicConnection,
     QuicConnectionError,
+    QuicConnectionId,
     QuicConnectionState,
+    QuicNetworkPath,
     QuicReceiveContext,
 )
+from aioquic.quic.crypto import CryptoContext, CryptoPair
 from aioquic.quic.recovery import QuicPacketRecovery, QuicPacketSpace
-from aioquic.quic.stream import QuicStream, QuicStreamReceiver, QuicStreamSender
+from aioquic.quic.stream import QuicStream
 
 from tests.transport.pair import World, connect, key
-from transport.protocol import aioquic_adapter
+from transport.protocol import aioquic_adapter, batch
 from transport.protocol.aioquic_adapter import (
     SUPPORTED_AIOQUIC,
     AdaptedConnection,
     client_configuration,
     server_configuration,
 )
+from transport.protocol.batch import ReceivePart, SendPart
 
-SOURCE = Path(aioquic_adapter.__file__).read_text()
-TREE = ast.parse(SOURCE)
+ADAPTER = Path(aioquic_adapter.__file__)
+BATCH = sorted(Path(batch.__file__).parent.glob("*.py"))
+TREE = ast.parse(ADAPTER.read_text())
 (CLASS,) = (node for node in TREE.body if isinstance(node, ast.ClassDef))
 
 CHANGED = (
@@ -70,14 +75,17 @@ OWNERS: dict[str, object] = {
         send_probe=lambda: None,
     ),
     "stream": QuicStream(stream_id=0),
-    "stream.sender": QuicStreamSender(0, writable=True),
-    "stream.receiver": QuicStreamReceiver(0, readable=True),
-    "receiver": QuicStreamReceiver(0, readable=True),
+    "stream.sender": SendPart(0),
+    "stream.receiver": ReceivePart(0),
+    "sender": SendPart(0),
+    "receiver": ReceivePart(0),
     "space": QuicPacketSpace(),
     "limit": Limit(frame_type=0, name="", value=0),
     "streams": Limit(frame_type=0, name="", value=0),
     "self._local_max_data": Limit(frame_type=0, name="", value=0),
     "self._local_max_streams_bidi": Limit(frame_type=0, name="", value=0),
+    "first": QuicConnectionId(cid=b"", sequence_number=0),
+    "issued": QuicConnectionId(cid=b"", sequence_number=0),
     "context": None,  # a dataclass: its fields are looked at
     "error": QuicConnectionError(0, 0, ""),
 }
@@ -162,6 +170,66 @@ def test_a_name_that_is_gone_is_told_by_name() -> None:
     assert not has("self", "_no_such_thing")
 
 
+BATCH_OWNERS: dict[str, Callable[[], object]] = {
+    "quic": lambda: AdaptedConnection(
+        configuration=client_configuration(
+            key(1), "x", max_data=1, max_stream_data=1, idle=1.0, congestion="cubic"
+        ),
+        expected_peer=None,
+        max_streams=0,
+    ),
+    "loss": lambda: OWNERS["self._loss"],
+    "space": QuicPacketSpace,
+    "controller": lambda: OWNERS["self._loss"]._cc,  # type: ignore[attr-defined]
+    "crypto": CryptoPair,
+    "context": CryptoContext,
+    "path": lambda: QuicNetworkPath(("127.0.0.1", 1)),
+    "stream": lambda: OWNERS["stream"],
+    "sender": lambda: SendPart(0),
+    "receiver": lambda: ReceivePart(0),
+    "packets": lambda: None,
+}
+"""What the variables of those names are in the modules of `batch`."""
+
+
+def batch_uses() -> Iterator[tuple[str, str]]:
+    for path in BATCH:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value).removeprefix("self._")
+                for prefix, short in (
+                    ("quic._loss._cc", "controller"),
+                    ("quic._loss", "loss"),
+                    ("quic._network_paths[0]", "path"),
+                    ("stream.sender", "sender"),
+                    ("stream.receiver", "receiver"),
+                ):
+                    owner = owner.replace(prefix, short)
+                if owner in BATCH_OWNERS and owner != "packets":
+                    yield owner, node.attr
+                elif node.attr.startswith("_") and not owner.startswith(("self", "super()")):
+                    assert (owner, node.attr) in BATCH_DEEP, f"say what {owner!r} is: {node.attr}"
+
+
+BATCH_DEEP = {
+    ("context.aead", "_aead"),
+    ("context.aead", "_iv"),
+    ("context.hp", "_is_chacha20"),
+    ("context.hp", "_mask"),
+    ("context.hp", "_encryptor"),
+}
+"""Names of the keys' own parts: nothing can be sealed or opened if one of them changes."""
+
+
+def test_every_name_that_batches_use_is_there() -> None:
+    used = sorted(set(batch_uses()))
+    assert ("quic", "_remote_max_data_used") in used
+    assert ("space", "sent_packets") in used
+    owners = {name: make() for name, make in BATCH_OWNERS.items()}
+    missing = [f"{owner}.{name}" for owner, name in used if not hasattr(owners[owner], name)]
+    assert not missing, CHANGED.format(what=f"{missing} are gone")
+
+
 OVERRIDES = sorted(
     node.name
     for node in CLASS.body
@@ -171,13 +239,17 @@ OVERRIDES = sorted(
 )
 
 SIGNATURES = {
+    "_get_or_create_stream": "(self, frame_type, stream_id)",
+    "_get_or_create_stream_for_send": "(self, stream_id)",
     "_handle_crypto_frame": "(self, context, frame_type, buf)",
     "_handle_stream_frame": "(self, context, frame_type, buf)",
     "_initialize": "(self, peer_cid)",
     "_payload_received": "(self, context, plain, crypto_frame_required=False)",
+    "_replenish_connection_ids": "(self)",
     "_write_connection_limits": "(self, builder, space)",
     "_write_stream_limits": "(self, builder, space, stream)",
     "datagrams_to_send": "(self, now)",
+    "send_stream_data": "(self, stream_id, data, end_stream=False)",
     "handle_timer": "(self, now)",
 }
 
@@ -234,6 +306,8 @@ def test_what_is_called_takes_what_it_took(name: str) -> None:
         ("receive_datagram", "self._payload_received("),
         ("receive_datagram", "self._initialize(header.destination_cid)"),
         ("_connect", "self._initialize(self._peer_cid.cid)"),
+        ("__init__", "self._local_initial_source_connection_id = self._host_cids[0].cid"),
+        ("_replenish_connection_ids", "self._host_cids.append("),
         ("__init__", "self._handle_stream_frame"),
         ("__init__", "self._handle_crypto_frame"),
         ("_handle_stream_frame", "self._local_max_data.used += newly_received"),
@@ -277,9 +351,9 @@ def test_the_version_is_the_one_it_was_written_against() -> None:
 
 
 def test_nothing_else_touches_what_is_private() -> None:
-    """The adapter is the one module to read when aioquic moves."""
+    """The adapter and the batches are what to read when aioquic moves."""
     for path in Path(aioquic_adapter.__file__).parents[1].rglob("*.py"):
-        if path.name == "aioquic_adapter.py":
+        if path == ADAPTER or path in BATCH:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -305,6 +379,22 @@ def test_the_figures_are_there_when_they_should_be() -> None:
     assert dialer.is_local_stream(0)
     assert not dialer.is_local_stream(1)
     assert there.end.core.quic.is_local_stream(1)
+
+
+def test_every_id_that_a_peer_is_told_is_drawn_by_the_endpoint() -> None:
+    world = World()
+    here, there = world.host(1), world.host(2)
+    dialer = here.dial(there)
+    assert world.run(lambda: there.ends and there.end.handshake and dialer.handshake)
+    world.run(seconds=1)
+    for host, peer in ((here, there.end), (there, dialer)):
+        ids = [cid for cid in host.demux._by_id if host.ids.is_ours(cid)]
+        foreign = [cid for cid in host.demux._by_id if not host.ids.is_ours(cid)]
+        assert len(ids) == 8
+        assert len(foreign) == (0 if host is here else 1), "the one the dialer has drawn for us"
+        told = [peer.core.quic._peer_cid, *peer.core.quic._peer_cid_available]
+        assert {each.cid for each in told} == set(ids)
+        assert len({each.sequence_number for each in told}) == 8
 
 
 def test_upstream_logs_to_those_who_asked_for_it() -> None:

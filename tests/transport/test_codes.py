@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import transport.errors
 from auth import AccessDenied, Denial, IdentityError, MeshError, TokenRefused
@@ -118,22 +116,6 @@ def test_plain_text_leaves_every_script_alone() -> None:
 def test_an_error_reply_that_is_no_map_is_a_protocol_error() -> None:
     for value in (None, 1, "denied", [], b"x"):
         assert type(decode_error(value, peer="them")) is ProtocolError
-
-
-JUNK = st.none() | st.integers(0, 9) | st.text(max_size=5) | st.binary(max_size=5) | st.just([])
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(
-    st.dictionaries(
-        st.sampled_from(["code", "what", "stage", "why", "fix", "denial", "peer", "x"]),
-        JUNK | st.sampled_from([kind.code for kind in TREE]),
-    )
-)
-def test_any_map_is_some_error(value: dict[str, CborValue]) -> None:
-    error = decode_error(value, peer="them")
-    assert isinstance(error, MeshError)
-    assert str(error)
 
 
 # -- codes alone

@@ -263,7 +263,7 @@ async def test_an_endpoint_that_does_not_listen_drops_strangers() -> None:
         async with endpoint() as third:
             with pytest.raises(Unreachable):
                 await third.connect(at(client), timeout=0.3)
-        assert client.drops["not listening"]
+        assert client.drops.get("in the kernel") or client.drops["not listening"]
 
 
 async def test_a_scope_that_is_not_granted_is_refused_and_others_serve() -> None:

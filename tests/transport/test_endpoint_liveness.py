@@ -127,3 +127,29 @@ async def test_a_peer_killed_in_the_middle_of_a_dial_fails_the_dial() -> None:
         assert "nothing listens" in str(errors[0])
         assert time.monotonic() - began < 5.0
         await eventually(lambda: is_idle(node))
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_call_to_a_dead_peer_ends_and_the_one_started_anew_answers_at_once(
+    signal_: signal.Signals,
+) -> None:
+    key, liveness = SecretKey.generate(), 1.0
+    async with endpoint(liveness=liveness) as node:
+        async with peer_process(key) as first:
+            connection = await node.connect(first.address)
+            assert await connection.call("echo", 1) == 1
+            errors: list[MeshError] = []
+            ended: list[float] = []
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(failing, connection, errors, ended)
+                await eventually(lambda: connection.info.streams == 1)
+                died = time.monotonic()
+                first.send(signal_)
+            assert ended[0] - died <= liveness + 1.0, "far below the 20 s that the call may take"
+            assert isinstance(errors[0], PeerLost)
+            port = first.port
+        async with peer_process(key, port) as second:
+            began = time.monotonic()
+            again = await node.connect(second.address)
+            assert await again.call("echo", 2) == 2
+            assert time.monotonic() - began < liveness

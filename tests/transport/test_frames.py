@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from auth import MeshError
 from transport.cbor import encode
-from transport.codes import AppCode
 from transport.errors import LimitExceeded, ProtocolError
 from transport.frames import (
     LENGTH,
@@ -82,32 +78,3 @@ def test_a_value_too_big_for_a_frame_is_refused_here() -> None:
         assert len(make(bytes(MAX_FRAME - 40))) <= MAX_FRAME + LENGTH.size
         with pytest.raises(ProtocolError, match="at most"):
             make(bytes(MAX_FRAME))
-
-
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(st.binary(max_size=60))
-def test_garbage_raises_nothing_but_protocol_errors(data: bytes) -> None:
-    for parse in (parse_request, lambda body: parse_reply(body, peer=None)):
-        try:
-            parse(data)
-        except ProtocolError:
-            pass
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.integers(0, 200), st.integers(0, 255), st.booleans())
-def test_a_mutilated_frame_raises_nothing_but_protocol_errors(
-    at: int, byte: int, is_cut: bool
-) -> None:
-    error = MeshError("x", stage="s", why="w", fix="f")
-    for data, parse in (
-        (body_of(request_frame("svc", {"k": [1, 2.5, "t"]})), parse_request),
-        (body_of(error_reply(error)), lambda body: parse_reply(body, peer=None)),
-        (body_of(ok_reply(int(AppCode.LIMIT))), lambda body: parse_reply(body, peer=None)),
-    ):
-        mutilated = bytearray(data)
-        mutilated[at % len(data)] = byte
-        try:
-            parse(bytes(mutilated[: at % len(data)] if is_cut else mutilated))
-        except ProtocolError:
-            pass

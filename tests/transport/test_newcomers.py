@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from tests.transport.nodes import at, endpoint, eventually, is_idle
 from transport import AddressError, ConnectTimeout, NewcomerRules, Rate, TransportError
 from transport.protocol import newcomers as module
-from transport.protocol.newcomers import NewcomerFilter, Verdict
+from transport.protocol.newcomers import (
+    INTERVAL,
+    LEAST_SHARE,
+    STEEPEST,
+    STRANGERS_BURST,
+    STRANGERS_TIME,
+    NewcomerFilter,
+    StrangerBudget,
+    Verdict,
+)
 
 WELCOME, PROVE, REFUSED, TOO_MANY = Verdict
 
@@ -193,3 +202,106 @@ async def test_beyond_the_rate_newcomers_prove_their_address_and_then_wait() -> 
         for connection in (first, second):  # whoever is in stays in
             assert await connection.call("echo", 1) == 1
         await eventually(lambda: len(node._connections) == 2)
+
+
+class Flood:
+    """Strangers on a virtual clock, beside those known: what a driver does, and a filter."""
+
+    def __init__(self) -> None:
+        self.budget = StrangerBudget()
+        self.now = 50.0
+        self.met = 0
+        self.turned_away = 0
+        self._adapt_at: float | None = None
+
+    def go_on(self, seconds: float, *, rate: float, cost: float, known: float = 0.0) -> float:
+        """Let `rate` strangers a second come, each worth `cost` seconds, while those known want
+        the part `known` of the time; return the part that the strangers get."""
+        spent, owed, step, end = 0.0, 0.0, 0.02, self.now + seconds
+        while self.now < end - 1e-9:
+            self.now += step
+            owed += rate * step * self.budget.share
+            room = step * (1 - known)
+            while owed >= 1 and room > 0:
+                owed -= 1
+                if self.budget.has_time(self.now):
+                    self.met += 1
+                    spent += cost
+                    room -= cost
+                    self.budget.spend(cost, self.now, on_strangers=True)
+                else:
+                    self.turned_away += 1
+                    room -= DROP_COST
+            owed = min(owed, 4000)  # what the queue has room for
+            self.budget.spend(step * known, self.now, on_strangers=False)
+            due = self._adapt_at is not None and self.now >= self._adapt_at
+            if due or (self._adapt_at is None and self.budget.is_exceeded):
+                again = self.budget.adapt(self.now)
+                self._adapt_at = self.now + INTERVAL if again else None
+        return spent / seconds
+
+
+DROP_COST = 1e-5
+
+
+@pytest.mark.parametrize(("rate", "cost"), [(1e5, 1e-4), (1e5, 5e-5), (1e4, 1e-3), (300, 5e-3)])
+@pytest.mark.parametrize("known", [0.0, 0.1, 0.3, 0.7])
+def test_a_flood_of_strangers_gets_its_part_of_the_time(
+    rate: float, cost: float, known: float
+) -> None:
+    flood = Flood()
+    flood.go_on(3.0, rate=rate, cost=cost, known=known)
+    flood.met = flood.turned_away = 0
+    settled = flood.go_on(10.0, rate=rate, cost=cost, known=known)
+    part = max(STRANGERS_TIME[0], STRANGERS_TIME[1] - 3 * known)
+    assert part / 3 < settled < part * 1.1
+    assert flood.budget.share < 1.0
+    assert flood.turned_away < 2 * flood.met, "the others do not even come as far as this"
+
+
+def test_a_few_strangers_are_all_met_however_busy_the_node() -> None:
+    flood = Flood()
+    flood.go_on(10.0, rate=20, cost=0.007, known=0.8)
+    assert not flood.turned_away
+    assert flood.met == pytest.approx(200, abs=5)
+    assert flood.budget.share == 1.0
+
+
+def test_a_cluster_that_starts_is_no_flood() -> None:
+    """A node that has nothing else to do meets a hundred at once as fast as it can."""
+    flood = Flood()
+    flood.go_on(1.0, rate=100, cost=0.007)
+    assert not flood.turned_away
+
+
+def test_all_are_met_again_when_the_flood_is_over() -> None:
+    flood = Flood()
+    flood.go_on(5.0, rate=1e6, cost=1e-4)
+    assert LEAST_SHARE <= flood.budget.share < 0.02
+    flood.go_on(14 * INTERVAL, rate=0, cost=1e-4)
+    assert flood.budget.share == 1.0
+    flood.turned_away = 0
+    flood.go_on(1.0, rate=20, cost=0.007)
+    assert not flood.turned_away
+
+
+def test_one_interval_lowers_the_share_only_so_far_and_some_are_always_met() -> None:
+    budget = StrangerBudget()
+    budget.has_time(100.0)
+    budget.spend(1e9, 100.0, on_strangers=True)
+    for second in range(20):
+        before = budget.share
+        for _ in range(1000):
+            assert not budget.has_time(101.0 + second)
+        budget.adapt(101.0 + second)
+        assert budget.share >= before * STEEPEST
+    assert budget.share == LEAST_SHARE
+
+
+def test_a_clock_that_stands_still_or_goes_back_gives_no_time() -> None:
+    budget = StrangerBudget()
+    assert budget.has_time(100.0)
+    budget.spend(STRANGERS_BURST, 100.0, on_strangers=True)
+    assert not budget.has_time(100.0)
+    assert not budget.has_time(90.0)
+    assert budget.has_time(100.1)

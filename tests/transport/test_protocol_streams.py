@@ -9,7 +9,6 @@ import pytest
 from aioquic.tls import Epoch
 
 from tests.transport.pair import KIB, MIB, End, Link, Settings, World, connect
-from transport.protocol import StreamCore
 from transport.protocol.events import (
     ConnectionEnded,
     PingAcknowledged,
@@ -43,7 +42,9 @@ def sizes(end: End) -> dict[str, int]:
         "streams": len(core.streams),
         "blocked": len(core._blocked),
         "events": len(core._events),
-        "consumed": len(quic._stream_consumed),
+        "awaiting": len(core._awaiting),
+        "ready": len(quic._writer._ready),
+        "posted": len(quic._posted),
         "upstream": len(quic._streams),
         "queue": len(quic._streams_queue),
         "upstream blocked": len(quic._streams_blocked_bidi),
@@ -51,7 +52,18 @@ def sizes(end: End) -> dict[str, int]:
 
 
 NOTHING = dict.fromkeys(
-    ("streams", "blocked", "events", "consumed", "upstream", "queue", "upstream blocked"), 0
+    (
+        "streams",
+        "blocked",
+        "events",
+        "awaiting",
+        "ready",
+        "posted",
+        "upstream",
+        "queue",
+        "upstream blocked",
+    ),
+    0,
 )
 
 
@@ -128,7 +140,7 @@ def test_a_reset_reaches_the_peer_with_its_code_after_what_came_before() -> None
     theirs = listener.core.streams[0]
     assert world.run(lambda: theirs.remote_reset is not None)
     assert (theirs.remote_reset, theirs.remote_stop) == (7, 7)
-    assert theirs.take(100) == b"half of it"
+    assert theirs.incoming.take(100) == b"half of it"
     listener.core.consumed(theirs, 10)
     listener.release(theirs)
     assert world.run(lambda: sizes(dialer) == sizes(listener) == NOTHING)
@@ -424,68 +436,3 @@ def test_pings_are_answered_by_number_and_those_for_liveness_are_kept_quiet() ->
     world.run(seconds=5)
     assert [e for e in dialer.events if isinstance(e, PingAcknowledged)] == [PingAcknowledged(17)]
     assert not [e for e in dialer.events if isinstance(e, ConnectionEnded)]
-
-
-# -- the receive buffer
-
-
-def test_the_receive_buffer_gives_back_what_it_was_fed() -> None:
-    stream = StreamCore(0)
-    source = random_bytes(50_000)
-    draw = random.Random(5)
-    fed = taken = 0
-    out = bytearray()
-    while taken < len(source):
-        if fed < len(source) and draw.random() < 0.6:
-            count = draw.choice([1, 1, 2, 500, 512, 513, 1200])
-            stream.feed(source[fed : fed + count], fin=fed + count >= len(source))
-            fed = min(fed + count, len(source))
-        elif draw.random() < 0.5:
-            out += stream.take(draw.choice([0, 1, 100, 700, 5000]))
-        else:
-            target = bytearray(draw.choice([0, 1, 300, 2000]))
-            count = stream.take_into(memoryview(target))
-            out += target[:count]
-        taken = len(out)
-        assert stream.buffered == fed - taken
-        assert stream.is_readable == (fed > taken or fed == len(source))
-    assert bytes(out) == source
-    assert stream.receive_ended
-    assert not stream._chunks
-
-
-def test_dropping_the_receive_buffer_tells_how_much_there_was() -> None:
-    stream = StreamCore(0)
-    stream.feed(b"a" * 1000, fin=False)
-    stream.feed(b"b" * 1000, fin=False)
-    assert stream.take(300) == b"a" * 300
-    assert stream.drop() == 1700
-    assert not stream.is_readable
-    stream.feed(b"c", fin=True)
-    assert stream.take(5) == b"c"
-    assert stream.is_readable
-    assert stream.take(5) == b""
-
-
-def test_whole_pieces_are_handed_on_without_a_copy() -> None:
-    stream = StreamCore(0)
-    piece = b"p" * 1200
-    stream.feed(piece, fin=False)
-    assert stream.take(2000) is piece
-
-
-def test_a_piece_that_was_begun_is_not_handed_on_whole() -> None:
-    stream = StreamCore(0)
-    stream.feed(b"a" * 1000, fin=False)
-    stream.take(300)
-    stream.feed(b"b" * 300, fin=False)  # as much waits as the first piece was long
-    assert stream.take(2000) == b"a" * 700 + b"b" * 300
-
-
-@pytest.mark.attack
-def test_crumbs_do_not_cost_many_times_their_size() -> None:
-    stream = StreamCore(0)
-    for number in range(20_000):
-        stream.feed(bytes([number & 255, number >> 8]), fin=False)
-    assert len(stream._chunks) <= 40_000 / 256
-    assert len(stream.take(40_000)) == 40_000

@@ -9,6 +9,8 @@ aioquic's sans-I/O connection does the QUIC; what it lacks is added here by over
   doubles a window once half of it was *received*, which never stops a sender;
 * bounds on what a peer, perhaps not yet authenticated, can make its reassembly hold and search;
 * key updates before the cipher's limit (RFC 9001 section 6.6), which upstream doesn't count;
+* connection ids that the endpoint draws (RFC 9000 section 5.1), so that it can tell them;
+* streams, pacing and packet records that batches of packets can be made of (`batch`);
 * the figures that back-pressure, liveness and ``mesh status`` are made of.
 
 `tests/transport/test_aioquic_adapter.py` fails loudly when an attribute used here changes.
@@ -17,7 +19,9 @@ aioquic's sans-I/O connection does the QUIC; what it lacks is added here by over
 from __future__ import annotations
 
 import logging
+import os
 import ssl
+from collections.abc import Callable
 
 import aioquic
 from aioquic import tls
@@ -36,12 +40,22 @@ from aioquic.quic.connection import (
 from aioquic.quic.packet import QuicErrorCode, QuicFrameType
 from aioquic.quic.packet_builder import QuicPacketBuilder
 from aioquic.quic.recovery import QuicPacketSpace
-from aioquic.quic.stream import QuicStream, QuicStreamReceiver
+from aioquic.quic.stream import FinalSizeError, QuicStream, QuicStreamReceiver
 from cryptography.x509 import InvalidVersion
 
 from auth import IdentityError, NodeId, SecretKey, certificate_for, node_id_of_certificate
 from transport.codes import plain_text
+from transport.protocol import congestion
+from transport.protocol.batch import (
+    BatchReader,
+    BatchWriter,
+    ReceivedWindow,
+    ReceivePart,
+    SendPart,
+    Transmit,
+)
 from transport.protocol.events import ConnectionEnded, EndedBy
+from transport.protocol.pacing import BatchPacer
 
 __all__ = ["SUPPORTED_AIOQUIC", "AdaptedConnection", "client_configuration", "server_configuration"]
 
@@ -63,11 +77,17 @@ BYTES_PER_GAP = 2048
 """Gaps in the data of one stream cost a linear search for each frame: as many are accepted as the
 loss of every second full packet of a window leaves, and no more."""
 
+POSTED_WINDOW = 32 << 20
+"""How far the peer may be ahead, in bytes, in memory that the application has posted: enough for
+1 GB/s over 30 ms. What is posted is bounded by whoever allocated it."""
+
 if not aioquic.__version__.startswith(SUPPORTED_AIOQUIC):
     raise ImportError(
         f"quicmesh needs aioquic {SUPPORTED_AIOQUIC}x, and {aioquic.__version__} is installed at "
         f"{aioquic.__file__}. Install the tested set: pip install -c constraints.txt quicmesh"
     )
+
+congestion.register()
 
 # What strangers do wrong must not reach the terminal of a program that has not set up logging.
 logging.getLogger("quic").addHandler(logging.NullHandler())
@@ -105,6 +125,7 @@ class AdaptedConnection(QuicConnection):
     Args:
         expected_peer: the node id a dialer insists on; None for a listener, which learns it.
         max_streams: bidirectional streams the peer may open before `admit`.
+        new_connection_id: makes our connection ids, of the length given.
     """
 
     def __init__(
@@ -115,6 +136,7 @@ class AdaptedConnection(QuicConnection):
         max_streams: int,
         original_destination_connection_id: bytes | None = None,
         retry_source_connection_id: bytes | None = None,
+        new_connection_id: Callable[[int], bytes] = os.urandom,
     ) -> None:
         super().__init__(
             configuration=configuration,
@@ -128,13 +150,22 @@ class AdaptedConnection(QuicConnection):
         self.last_heard: float | None = None
         """When the last authentic packet arrived."""
 
+        self._new_connection_id = new_connection_id
+        first = self._host_cids[0]
+        first.cid = new_connection_id(len(first.cid))
+        self.host_cid = self._local_initial_source_connection_id = first.cid
         self._expected_peer = expected_peer
         self._fell_silent = False
         self._key_update_at = KEY_UPDATE_PACKETS
         self._connection_window = configuration.max_data
         self._connection_consumed = 0
         self._stream_window = configuration.max_stream_data
-        self._stream_consumed: dict[int, int] = {}
+        self._posted: set[ReceivePart] = set()
+        self._changed: dict[int, None] = {}
+        self._writer = BatchWriter(self)
+        self._reader = BatchReader(self)
+        self.pacer = BatchPacer(self._loss._cc, max_datagram_size=self._max_datagram_size)
+        self._loss._pacer = self.pacer  # type: ignore[assignment]
         self._max_streams = max_streams
         _set_limit(self._local_max_streams_bidi, max_streams)
         # Unidirectional streams carry nothing in any protocol here.
@@ -177,9 +208,16 @@ class AdaptedConnection(QuicConnection):
         return bool(stream_id & 1) != self._is_client
 
     def unacknowledged(self, stream_id: int) -> int:
-        """Bytes written to the stream that the peer has not acknowledged."""
+        """Bytes written to the stream that the peer has not acknowledged; 0 once it is reset."""
         stream = self._streams.get(stream_id)
-        return 0 if stream is None else _sender_backlog(stream)
+        if stream is None or stream.sender._reset_error_code is not None:
+            return 0
+        return _sender_backlog(stream)
+
+    def is_spoiled(self, stream_id: int) -> bool:
+        """Whether memory that was lent to the stream was gone before it was sent."""
+        stream = self._streams.get(stream_id)
+        return stream is not None and SendPart.of(stream).is_spoiled
 
     def is_flushed(self) -> bool:
         """Whether the peer acknowledged all that was written, ends and resets included."""
@@ -224,12 +262,13 @@ class AdaptedConnection(QuicConnection):
     def consume(self, stream_id: int, count: int) -> bool:
         """Note that the application took `count` bytes; return whether the peer should be told."""
         self.discard(count)
+        return self.owes_credit(stream_id)
+
+    def owes_credit(self, stream_id: int) -> bool:
+        """Whether the peer should be told that it may send more."""
         stream = self._streams.get(stream_id)
-        if stream is not None and not stream.receiver.is_finished:
-            total = self._stream_consumed.get(stream_id, 0) + count
-            self._stream_consumed[stream_id] = total
-            if self._stream_credit(stream, total):
-                return True
+        if stream is not None and not stream.receiver.is_finished and self._stream_credit(stream):
+            return True
         return bool(self._connection_credit())
 
     def discard(self, count: int) -> None:
@@ -245,10 +284,6 @@ class AdaptedConnection(QuicConnection):
         if space.ack_at is not None:
             space.ack_at = min(space.ack_at, now)
 
-    def forget(self, stream_id: int) -> None:
-        """Drop the stream's own accounting, when its receiving part has ended."""
-        self._stream_consumed.pop(stream_id, None)
-
     def received_total(self, stream_id: int) -> int | None:
         """The highest offset received on the stream, None once aioquic discarded it."""
         stream = self._streams.get(stream_id)
@@ -256,22 +291,205 @@ class AdaptedConnection(QuicConnection):
 
     def _connection_credit(self) -> int:
         """New MAX_DATA value if it is worth a frame: half a window has been consumed since."""
-        target = self._connection_consumed + self._connection_window
-        return target if target - self._local_max_data.value >= self._connection_window // 2 else 0
+        posted = sum(receiver.posted for receiver in self._posted)
+        window = self._connection_window + min(posted, POSTED_WINDOW)
+        target = self._connection_consumed + window
+        return target if target - self._local_max_data.value >= window // 2 else 0
 
-    def _stream_credit(self, stream: QuicStream, consumed: int) -> int:
-        target = consumed + self._stream_window
-        worth = target - stream.max_stream_data_local >= self._stream_window // 2
-        return target if worth else 0
+    def _stream_credit(self, stream: QuicStream) -> int:
+        receiver = ReceivePart.of(stream)
+        window = self._stream_window + min(receiver.posted, POSTED_WINDOW)
+        target = receiver.consumed + window
+        return target if target - stream.max_stream_data_local >= window // 2 else 0
+
+    # -- streams
+
+    def receive_part(self, stream_id: int) -> ReceivePart:
+        """Return the receiving part of the stream; an empty one if the stream is gone."""
+        stream = self._streams.get(stream_id)
+        return ReceivePart(stream_id) if stream is None else ReceivePart.of(stream)
+
+    def send_stream_data(
+        self, stream_id: int, data: bytes | memoryview, end_stream: bool = False
+    ) -> None:
+        """As upstream, in batches where possible."""
+        stream = self._get_or_create_stream_for_send(stream_id)
+        SendPart.of(stream).write(data, end_stream)
+        self._writer.offer(stream)
+
+    def lend_stream_data(
+        self, stream_id: int, view: memoryview, is_intact: Callable[[], bool], code: int
+    ) -> None:
+        """Send `view` without a copy, as `SendPart.lend`."""
+        stream = self._get_or_create_stream_for_send(stream_id)
+        SendPart.of(stream).lend(view, is_intact, code)
+        self._writer.offer(stream)
+
+    def post(self, receiver: ReceivePart, target: memoryview) -> int:
+        """Have the stream's next bytes written to `target`; return how many were there already."""
+        taken = receiver.post(target)
+        self.discard(taken)
+        if receiver.posted:
+            self._posted.add(receiver)
+        return taken
+
+    def withdraw(self, receiver: ReceivePart) -> None:
+        """Take back the memory that was posted for the stream."""
+        receiver.withdraw()
+        self._posted.discard(receiver)
+
+    def take_back(self, stream_id: int) -> None:
+        """Let go of the memory that was lent to the stream, which can then only be reset."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            SendPart.of(stream).drop()
+
+    def take_changed(self) -> list[int]:
+        """Return the streams that the application should look at, each once."""
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
+
+    def drop_streams(self) -> None:
+        """The connection is over: let go of the memory that was lent and posted."""
+        for receiver in list(self._posted):
+            self.withdraw(receiver)
+        for stream in self._streams.values():
+            SendPart.of(stream).drop()
+
+    # -- batches
+
+    def receive_batch(
+        self, data: bytearray, size: int, segment: int, address: NetworkAddress, now: float
+    ) -> list[tuple[int, int]]:
+        """Take the datagrams in ``data[:size]``, one in every `segment` bytes.
+
+        Returns the ranges of those that have to be taken by `receive_datagram`.
+        """
+        if self._reader.can_read(address):
+            return self._reader.read(data, size, segment, now)
+        return [(start, min(start + segment, size)) for start in range(0, size, segment)]
+
+    def write_batch(self, now: float) -> Transmit | None:
+        """Return the next datagrams that may leave, beside those of `datagrams_to_send`."""
+        self._update_keys_in_time()
+        return self._writer.write(now) if self._writer.can_write() else None
+
+    def has_control(self, now: float) -> bool:
+        """Whether there is something to send that only `datagrams_to_send` can."""
+        if not self._writer.can_write():
+            self._writer.hand_over()
+            return True
+        self._discard_finished_streams()
+        self._pacing_at = None  # set again by what comes next, if it is held back
+        path = self._network_paths[0]
+        crypto = self._crypto_streams[tls.Epoch.ONE_RTT].sender
+        streams = self._local_max_streams_bidi
+        return bool(
+            self._ping_pending
+            or self._probe_pending
+            or path.remote_challenges
+            or self._handshake_done_pending
+            or self._retire_connection_ids
+            or self._streams_blocked_pending
+            or self._datagrams_pending
+            or not crypto.buffer_is_empty
+            or len(self._network_paths) > 1
+            or self._remote_preferred_address is not None
+            or self._local_max_data.value != self._local_max_data.sent
+            or self._connection_credit()
+            or streams.sent - streams.used < streams.value - streams.sent
+            or any(not issued.was_sent for issued in self._host_cids)
+            or any(self._stream_has_control(stream) for stream in self._streams_queue)
+        )
+
+    def _stream_has_control(self, stream: QuicStream) -> bool:
+        sender, receiver = stream.sender, stream.receiver
+        return bool(
+            not sender.buffer_is_empty
+            or sender.reset_pending
+            or receiver.stop_pending
+            or (
+                not receiver.is_finished
+                and (
+                    stream.max_stream_data_local != stream.max_stream_data_local_sent
+                    or self._stream_credit(stream)
+                )
+            )
+        )
+
+    def _discard_finished_streams(self) -> None:
+        """Forget streams that are over, as upstream does only with a packet in its hands."""
+        finished = [stream for stream in self._streams_queue if stream.is_finished]
+        for stream in finished:
+            assert stream.stream_id is not None
+            del self._streams[stream.stream_id]
+            self._streams_queue.remove(stream)
+            if not self.is_local_stream(stream.stream_id):
+                self._local_max_streams_bidi.value += 1
+
+    def stream_received(
+        self, stream: QuicStream, offset: int, data: memoryview, *, fin: bool
+    ) -> None:
+        """Take the bytes of one frame."""
+        new = self._check_flow(stream, offset + len(data))
+        try:
+            changed = ReceivePart.of(stream).place(offset, data, fin=fin)
+        except FinalSizeError as error:
+            raise _final_size_error(error) from error
+        self._received(stream, new, changed)
+
+    def stream_filled(self, stream: QuicStream, start: int, stop: int, *, fin: bool) -> None:
+        """Take note of bytes that were written straight to the memory posted for them."""
+        new = self._check_flow(stream, stop)
+        try:
+            changed = ReceivePart.of(stream).fill(start, stop, fin=fin)
+        except FinalSizeError as error:
+            raise _final_size_error(error) from error
+        self._received(stream, new, changed)
+
+    def _check_flow(self, stream: QuicStream, stop: int) -> int:
+        """Return how many bytes are new, if the peer was allowed to send them."""
+        new = max(0, stop - stream.receiver.highest_offset)
+        if stop > stream.max_stream_data_local:
+            raise _flow_control_error("Over stream data limit")
+        if self._local_max_data.used + new > self._local_max_data.value:
+            raise _flow_control_error("Over connection data limit")
+        return new
+
+    def _received(self, stream: QuicStream, new: int, changed: bool) -> None:
+        receiver = ReceivePart.of(stream)
+        self._local_max_data.used += new
+        self._settle(receiver)
+        assert stream.stream_id is not None
+        if changed:
+            self._changed[stream.stream_id] = None
+        if receiver.gaps > max(MAX_CRYPTO_GAPS, self._gaps_allowed(receiver)):
+            raise QuicConnectionError(
+                QuicErrorCode.INTERNAL_ERROR,
+                QuicFrameType.STREAM_BASE,
+                "the stream's data has too many gaps",
+            )
+
+    def _settle(self, receiver: ReceivePart) -> None:
+        """Credit what has come into memory of the application's own."""
+        self._connection_consumed += receiver.landed
+        receiver.landed = 0
+
+    def _gaps_allowed(self, receiver: ReceivePart) -> int:
+        return (self._stream_window + min(receiver.posted, POSTED_WINDOW)) // BYTES_PER_GAP
 
     # -- overrides
 
     def datagrams_to_send(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
         """As upstream; asks for new keys in time."""
+        self._update_keys_in_time()
+        return super().datagrams_to_send(now)
+
+    def _update_keys_in_time(self) -> None:
         if self._packet_number >= self._key_update_at:
             self._key_update_at = self._packet_number + KEY_UPDATE_PACKETS
             self.request_key_update()
-        return super().datagrams_to_send(now)
 
     def handle_timer(self, now: float) -> None:
         """As upstream; an end that comes with time alone is the peer's silence."""
@@ -279,8 +497,39 @@ class AdaptedConnection(QuicConnection):
         super().handle_timer(now)
         self._fell_silent = self._fell_silent or (was_open and self.is_ended)
 
+    def _replenish_connection_ids(self) -> None:
+        had = len(self._host_cids)
+        super()._replenish_connection_ids()
+        for issued in self._host_cids[had:]:  # the peer has not been told of these yet
+            issued.cid = self._new_connection_id(len(issued.cid))
+
+    def _get_or_create_stream(self, frame_type: int, stream_id: int) -> QuicStream:
+        is_known = stream_id in self._streams
+        stream = super()._get_or_create_stream(frame_type, stream_id)
+        if not is_known:
+            self._equip_streams()
+        return stream
+
+    def _get_or_create_stream_for_send(self, stream_id: int) -> QuicStream:
+        is_known = stream_id in self._streams
+        stream = super()._get_or_create_stream_for_send(stream_id)
+        if not is_known:
+            self._equip_streams()
+        return stream
+
+    def _equip_streams(self) -> None:
+        """Give the streams that were just opened, the newest of all, our own parts."""
+        for stream in reversed(self._streams.values()):
+            if isinstance(stream.receiver, ReceivePart):
+                break
+            assert stream.stream_id is not None
+            stream.receiver = ReceivePart(stream.stream_id)
+            stream.sender = SendPart(stream.stream_id)
+
     def _initialize(self, peer_cid: bytes) -> None:
         super()._initialize(peer_cid)
+        space = self._spaces[tls.Epoch.ONE_RTT]
+        space.received_packets = ReceivedWindow()  # type: ignore[assignment]
         if not self._is_client:
             self.tls._request_client_certificate = True
         accept = self.tls._set_peer_certificate
@@ -339,11 +588,7 @@ class AdaptedConnection(QuicConnection):
         stream_id = buf.pull_uint_var()
         buf.seek(start)
         super()._handle_stream_frame(context, frame_type, buf)
-        stream = self._streams[stream_id]
-        if _gaps(stream.receiver) > max(MAX_CRYPTO_GAPS, self._stream_window // BYTES_PER_GAP):
-            raise QuicConnectionError(
-                QuicErrorCode.INTERNAL_ERROR, frame_type, "the stream's data has too many gaps"
-            )
+        self._received(self._streams[stream_id], 0, changed=False)
 
     def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
         self._local_max_data.value = self._connection_credit() or self._local_max_data.value
@@ -371,8 +616,7 @@ class AdaptedConnection(QuicConnection):
         if stream.receiver.is_finished or not stream.max_stream_data_local:
             return
         assert stream.stream_id is not None
-        consumed = self._stream_consumed.get(stream.stream_id, 0)
-        credit = self._stream_credit(stream, consumed)
+        credit = self._stream_credit(stream)
         stream.max_stream_data_local = credit or stream.max_stream_data_local
         if stream.max_stream_data_local == stream.max_stream_data_local_sent:
             return
@@ -406,6 +650,16 @@ def _configuration(
     configuration.certificate = certificate_for(key)
     configuration.private_key = key.private
     return configuration
+
+
+def _flow_control_error(reason: str) -> QuicConnectionError:
+    return QuicConnectionError(QuicErrorCode.FLOW_CONTROL_ERROR, QuicFrameType.STREAM_BASE, reason)
+
+
+def _final_size_error(error: FinalSizeError) -> QuicConnectionError:
+    return QuicConnectionError(
+        QuicErrorCode.FINAL_SIZE_ERROR, QuicFrameType.STREAM_BASE, str(error)
+    )
 
 
 def _set_limit(limit: Limit, value: int) -> None:

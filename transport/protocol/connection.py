@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from aioquic.quic import events as quic_events
 
 from auth import NodeId
 from transport.protocol.aioquic_adapter import AdaptedConnection
+from transport.protocol.batch import Transmit
 from transport.protocol.events import (
     ConnectionEnded,
     ConnectionIdIssued,
@@ -69,6 +71,7 @@ class ConnectionCore:
         self._liveness = Liveness(liveness, now)
         self._send_buffer = send_buffer
         self._blocked: set[int] = set()
+        self._awaiting: dict[int, int] = {}
         self._stream_limit = 0
         self._next_peer_stream = 0 if not quic.is_client else 1
         self._close_datagrams: list[Datagram] = []
@@ -82,18 +85,28 @@ class ConnectionCore:
         """Take one UDP payload from `address`."""
         self.bytes_received += len(data)
         if self._close_datagrams:
-            # RFC 9000 section 10.2.1: answer with the close again, ever more rarely.
-            self._close_provoked += 1
-            self._resend_close = self._close_provoked & (self._close_provoked - 1) == 0
+            self._provoke_close()
             return
         heard = self.quic.last_heard
         self.quic.receive_datagram(data, address, now)
-        if self.quic.last_heard != heard:
-            self._liveness.heard(now)
-        self._collect()
-        if self._is_stillborn:
-            reason = "the datagram that should have begun it can't be decrypted"
-            self._end(ConnectionEnded(EndedBy.SILENCE, 0, reason, is_application=False))
+        self._received(heard, now)
+
+    def receive_batch(
+        self, data: bytearray, size: int, segment: int, address: object, now: float
+    ) -> list[tuple[int, int]]:
+        """Take the UDP payloads in ``data[:size]``, one in every `segment` bytes, from `address`.
+
+        Returns the ranges of those that have to be routed and taken one by one.
+        """
+        if self._close_datagrams:
+            self.bytes_received += size
+            self._provoke_close()
+            return []
+        heard = self.quic.last_heard
+        others = self.quic.receive_batch(data, size, segment, address, now)
+        self.bytes_received += size - sum(stop - start for start, stop in others)
+        self._received(heard, now)
+        return others
 
     def handle_timer(self, now: float) -> None:
         """Do what is due at `now`."""
@@ -120,13 +133,15 @@ class ConnectionCore:
             return due
         return self._liveness.deadline if due is None else min(due, self._liveness.deadline)
 
-    def datagrams_to_send(self, now: float) -> list[Datagram]:
-        """Return the datagrams that may leave now, each with its address."""
+    def control_to_send(self, now: float) -> list[Transmit]:
+        """Return what has to leave now, before any `batch_to_send`."""
         if self._is_stillborn:
             return []
         if self._resend_close:
             self._resend_close = False
             out = self._close_datagrams
+        elif self.ended is None and not self.quic.has_control(now):
+            return []
         else:
             if self._wrote:
                 self._wrote = False
@@ -138,6 +153,29 @@ class ConnectionCore:
         if out is self._close_datagrams and self._amplifies(size):
             return []
         self.bytes_sent += size
+        return [Transmit(data, len(data), address) for data, address in out]
+
+    def batch_to_send(self, now: float) -> Transmit | None:
+        """Return the next batch of datagrams that may leave now, None if there is none.
+
+        Between two batches others may have their turn: nothing is lost by asking later.
+        """
+        if self.ended is not None or self.peer is None:
+            return None
+        batch = self.quic.write_batch(now)
+        if batch is not None:
+            self._wrote = False
+            self.bytes_sent += len(batch.data)
+        return batch
+
+    def datagrams_to_send(self, now: float) -> list[Datagram]:
+        """Return all datagrams that may leave now, one by one, each with its address."""
+        out = [(bytes(data), address) for data, _, address in self.control_to_send(now)]
+        while (batch := self.batch_to_send(now)) is not None:
+            out += [
+                (bytes(batch.data[start : start + batch.segment]), batch.address)
+                for start in range(0, len(batch.data), batch.segment)
+            ]
         return out
 
     def next_event(self) -> Event | None:
@@ -162,7 +200,8 @@ class ConnectionCore:
         """Open a bidirectional stream. The peer learns of it with the first byte."""
         stream_id = self.quic.get_next_available_stream_id()
         self.quic.send_stream_data(stream_id, b"")
-        stream = self.streams[stream_id] = StreamCore(stream_id)
+        stream = StreamCore(stream_id, self.quic.receive_part(stream_id))
+        self.streams[stream_id] = stream
         return stream
 
     def room(self, stream: StreamCore) -> int:
@@ -178,7 +217,48 @@ class ConnectionCore:
         self._wrote = True
         if fin:
             stream.fin_sent = True
-        self.quic.send_stream_data(stream.stream_id, data, end_stream=fin)  # type: ignore[arg-type]
+        self.quic.send_stream_data(stream.stream_id, data, end_stream=fin)
+
+    def lend(
+        self, stream: StreamCore, view: memoryview, is_intact: Callable[[], bool], code: int
+    ) -> None:
+        """Write `view` without a copy. It must not change until `unacknowledged` says so.
+
+        Should `is_intact` deny that it is still there, the stream is reset with `code`.
+        """
+        self._wrote = True
+        self.quic.lend_stream_data(stream.stream_id, view, is_intact, code)
+
+    def take_back(self, stream: StreamCore) -> None:
+        """Let go of the memory that was lent. The stream has to be reset then."""
+        self._awaiting.pop(stream.stream_id, None)
+        self.quic.take_back(stream.stream_id)
+
+    def is_spoiled(self, stream: StreamCore) -> bool:
+        """Whether the memory that was lent was gone before it was sent."""
+        return self.quic.is_spoiled(stream.stream_id)
+
+    def unacknowledged(self, stream: StreamCore, *, wake_below: int = 0) -> int:
+        """Bytes written that the peer has not acknowledged; a `StreamChanged` tells of fewer."""
+        left = self.quic.unacknowledged(stream.stream_id)
+        if left > wake_below:
+            self._awaiting[stream.stream_id] = wake_below
+        return left
+
+    def post(self, stream: StreamCore, target: memoryview) -> int:
+        """Have the next bytes written straight to `target`; return how many were here already.
+
+        `StreamChanged` tells when as much has come as `ReceivePart.wake_at` says, or all of it.
+        """
+        return self.quic.post(stream.incoming, target)
+
+    def owes_credit(self, stream: StreamCore) -> bool:
+        """Whether the peer should be told that it may send more."""
+        return self.quic.owes_credit(stream.stream_id)
+
+    def withdraw(self, stream: StreamCore) -> None:
+        """Take the posted memory back. Unless it is full, the stream has to be reset."""
+        self.quic.withdraw(stream.incoming)
 
     def consumed(self, stream: StreamCore, count: int) -> bool:
         """The application took `count` bytes. Return whether credit is due to the peer."""
@@ -199,7 +279,9 @@ class ConnectionCore:
             return
         stream.released = True
         self._blocked.discard(stream.stream_id)
-        self.quic.discard(stream.drop())
+        self._awaiting.pop(stream.stream_id, None)
+        self.quic.withdraw(stream.incoming)
+        self.quic.discard(stream.incoming.drop())
         if not stream.send_ended:
             stream.local_reset = code
             self.quic.reset_stream(stream.stream_id, code)
@@ -254,7 +336,23 @@ class ConnectionCore:
         is_proven = self.quic.is_client or self.peer is not None
         return not is_proven and self.bytes_sent + size > 3 * self.bytes_received
 
+    def _provoke_close(self) -> None:
+        """Answer with the close again, ever more rarely (RFC 9000 section 10.2.1)."""
+        self._close_provoked += 1
+        self._resend_close = self._close_provoked & (self._close_provoked - 1) == 0
+
+    def _received(self, heard: float | None, now: float) -> None:
+        if self.quic.last_heard != heard:
+            self._liveness.heard(now)
+        self._collect()
+        if self._is_stillborn:
+            reason = "the datagram that should have begun it can't be decrypted"
+            self._end(ConnectionEnded(EndedBy.SILENCE, 0, reason, is_application=False))
+
     def _collect(self) -> None:
+        for stream_id in self.quic.take_changed():
+            if (stream := self._stream(stream_id)) is not None:
+                self._data_received(stream)
         while (event := self.quic.next_event()) is not None:
             self._translate(event)
         if self.ended is None and (end := self.quic.end_of_connection()) is not None:
@@ -267,6 +365,10 @@ class ConnectionCore:
         for stream_id in [i for i in self._blocked if self._has_room(i)]:
             self._blocked.discard(stream_id)
             self._events.append(StreamChanged(stream_id))
+        for stream_id, left in list(self._awaiting.items()):
+            if self.quic.unacknowledged(stream_id) <= left:
+                del self._awaiting[stream_id]
+                self._events.append(StreamChanged(stream_id))
 
     def _has_room(self, stream_id: int) -> bool:
         return self.quic.unacknowledged(stream_id) < self._send_buffer
@@ -283,9 +385,9 @@ class ConnectionCore:
                 self._handshake_completed(alpn or "")
             case _ if self.peer is None:
                 pass  # nothing of an unproven peer's gets further than this
-            case quic_events.StreamDataReceived(stream_id=stream_id, data=data, end_stream=fin):
+            case quic_events.StreamDataReceived(stream_id=stream_id):
                 if (stream := self._stream(stream_id)) is not None:
-                    self._data_received(stream, data, fin)
+                    self._data_received(stream)
             case quic_events.StreamReset(stream_id=stream_id, error_code=code):
                 if (stream := self._stream(stream_id)) is not None:
                     self._reset_received(stream, code)
@@ -316,15 +418,14 @@ class ConnectionCore:
         if not self.quic.is_local_stream(stream_id):
             while self._next_peer_stream <= stream_id:
                 opened, self._next_peer_stream = self._next_peer_stream, self._next_peer_stream + 4
-                self.streams[opened] = StreamCore(opened)
+                self.streams[opened] = StreamCore(opened, self.quic.receive_part(opened))
                 self._events.append(StreamOpened(opened))
         return self.streams.get(stream_id)
 
-    def _data_received(self, stream: StreamCore, data: bytes, fin: bool) -> None:
-        stream.feed(data, fin)
+    def _data_received(self, stream: StreamCore) -> None:
         if stream.released:
-            self.quic.discard(stream.drop())
-            if fin:
+            self.quic.discard(stream.incoming.drop())
+            if stream.fin_received:
                 self._forget(stream)
         else:
             self._events.append(StreamChanged(stream.stream_id))
@@ -333,7 +434,7 @@ class ConnectionCore:
         # Bytes that a reset cut off count against the window as if they had come.
         final_size = self.quic.received_total(stream.stream_id)
         if final_size is not None:
-            self.quic.discard(final_size - stream.delivered)
+            self.quic.discard(final_size - stream.incoming.delivered)
         stream.remote_reset = code
         if stream.released:
             self._forget(stream)
@@ -346,12 +447,13 @@ class ConnectionCore:
 
     def _forget(self, stream: StreamCore) -> None:
         self.streams.pop(stream.stream_id, None)
-        self.quic.forget(stream.stream_id)
 
     def _end(self, end: ConnectionEnded) -> None:
         if self.ended is None:
             self.ended = end
             self._blocked.clear()
+            self._awaiting.clear()
+            self.quic.drop_streams()
             self._events.append(end)
 
 

@@ -24,11 +24,11 @@ from aioquic.quic.packet import (
 from aioquic.quic.retry import QuicRetryTokenHandler
 
 from transport.protocol.connection import ConnectionCore
-from transport.protocol.newcomers import NewcomerFilter, Verdict, prefix_of
+from transport.protocol.connection_ids import ID_LENGTH
+from transport.protocol.newcomers import NewcomerFilter, StrangerBudget, Verdict, prefix_of
 
 __all__ = ["Demultiplexer", "Dropped", "Reply"]
 
-CONNECTION_ID_LENGTH = 8
 MIN_ORIGINAL_ID_LENGTH = 8
 """A newcomer draws at least this long an id for us, so that no two draw the same (RFC 9000
 section 7.2)."""
@@ -38,10 +38,27 @@ MIN_INITIAL_DATAGRAM = 1200
 
 SUPPORTED_VERSIONS = [int(QuicProtocolVersion.VERSION_1), int(QuicProtocolVersion.VERSION_2)]
 
+MAX_HALF_OPEN_DATAGRAMS = 512
+"""Datagrams looked at of a connection that is not admitted: a handshake and the largest hello take
+twenty, and one that drips byte by byte has some seconds for it."""
+
+NO_TIME = "too busy for strangers"
+
 Address = tuple[str, int]
 
 _Host = tuple[str, bool]
 """Where newcomers come from, and whether they have proved it."""
+
+
+@dataclasses.dataclass(slots=True)
+class _HalfOpen:
+    host: _Host
+    datagrams: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.datagrams > MAX_HALF_OPEN_DATAGRAMS
+
 
 MakeListener = Callable[[bytes, bytes | None, Address, float], ConnectionCore]
 """Makes the core of an inbound connection out of the original destination connection id, the
@@ -75,6 +92,7 @@ class Demultiplexer:
         retry_threshold: half-open connections above which newcomers get a Retry.
         new_connection_id: makes the id under which a Retry asks to be answered.
         newcomers: asked about every newcomer, before anything is kept of it.
+        strangers: asked about every datagram that belongs to no connection, before all else.
     """
 
     def __init__(
@@ -87,6 +105,7 @@ class Demultiplexer:
         retry_threshold: int,
         new_connection_id: Callable[[int], bytes],
         newcomers: NewcomerFilter | None = None,
+        strangers: StrangerBudget | None = None,
     ) -> None:
         self.drops: Counter[str] = Counter()
         """How many datagrams were dropped, by reason."""
@@ -97,10 +116,11 @@ class Demultiplexer:
         self._retry_threshold = retry_threshold
         self._new_connection_id = new_connection_id
         self._newcomers = newcomers
+        self._strangers = strangers
         self._retry_tokens = QuicRetryTokenHandler()
         self._by_id: dict[bytes, ConnectionCore] = {}
         self._ids: dict[ConnectionCore, set[bytes]] = {}
-        self._half_open: dict[ConnectionCore, _Host] = {}
+        self._half_open: dict[ConnectionCore, _HalfOpen] = {}
         self._half_open_by_host: Counter[_Host] = Counter()
 
     @property
@@ -112,6 +132,20 @@ class Demultiplexer:
     def half_open(self) -> int:
         """Inbound connections whose peer is not admitted yet."""
         return len(self._half_open)
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether strangers may dial."""
+        return self._make_listener is not None
+
+    def ids_in_use(self) -> list[bytes]:
+        """The id by which each open connection's peer calls it now."""
+        over = {core for core, half_open in self._half_open.items() if half_open.is_over}
+        return [core.quic.host_cid for core in self._ids if core.ended is None and core not in over]
+
+    def is_stranger(self, core: ConnectionCore) -> bool:
+        """Whether `core` is an inbound connection whose peer is not admitted yet."""
+        return core in self._half_open
 
     def stop_listening(self) -> None:
         """Meet no more strangers."""
@@ -134,8 +168,9 @@ class Demultiplexer:
 
     def admitted(self, core: ConnectionCore) -> None:
         """The peer of `core` is authorized: it no longer counts as half-open."""
-        host = self._half_open.pop(core, None)
-        if host is not None:
+        half_open = self._half_open.pop(core, None)
+        if half_open is not None:
+            host = half_open.host
             self._half_open_by_host[host] -= 1
             if not self._half_open_by_host[host]:
                 del self._half_open_by_host[host]
@@ -148,20 +183,34 @@ class Demultiplexer:
 
     # -- datagrams
 
+    def find(self, data: bytearray, size: int) -> ConnectionCore | None:
+        """Return the connection that the datagram in ``data[:size]`` names in a short header.
+
+        Those that are not admitted yet are found by `route` alone.
+        """
+        if size <= ID_LENGTH or data[0] & 0x80:
+            return None
+        core = self._by_id.get(bytes(data[1 : 1 + ID_LENGTH]))
+        return None if core in self._half_open else core
+
     def route(self, data: bytes, address: Address, now: float) -> ConnectionCore | Reply | Dropped:
         """Return the connection `data` belongs to, perhaps a new one, or what to do instead."""
         if not data:
             return self._drop("empty")
         if not data[0] & 0x80:
-            core = self._by_id.get(data[1 : 1 + CONNECTION_ID_LENGTH])
-            return core if core is not None else self._drop("unknown connection id")
+            core = self._by_id.get(data[1 : 1 + ID_LENGTH])
+            if core is not None:
+                return self._let_through(core, now)
+            return self._drop("unknown connection id" if self._has_time(now) else NO_TIME)
         try:
             version, destination, source = _pull_invariants(data)
         except ValueError:
             return self._drop("not QUIC")
         core = self._by_id.get(destination)
         if core is not None:
-            return core
+            return self._let_through(core, now)
+        if not self._has_time(now):
+            return self._drop(NO_TIME)
         if self._make_listener is None:
             return self._drop("not listening")
         if self._newcomers is not None and self._newcomers.is_refused(address):
@@ -177,7 +226,7 @@ class Demultiplexer:
     def _meet(self, data: bytes, address: Address, now: float) -> ConnectionCore | Reply | Dropped:
         """Decide about a long header of our version that belongs to no connection."""
         try:
-            header = pull_quic_header(Buffer(data=data), host_cid_length=CONNECTION_ID_LENGTH)
+            header = pull_quic_header(Buffer(data=data), host_cid_length=ID_LENGTH)
         except ValueError:
             return self._drop("not QUIC")
         if header.packet_type != QuicPacketType.INITIAL:
@@ -220,9 +269,21 @@ class Demultiplexer:
         assert self._make_listener is not None
         core = self._make_listener(original, retried, address, now)
         self.add(core, header.destination_cid, core.quic.host_cid)
-        self._half_open[core] = host
+        self._half_open[core] = _HalfOpen(host)
         self._half_open_by_host[host] += 1
         return core
+
+    def _let_through(self, core: ConnectionCore, now: float) -> ConnectionCore | Dropped:
+        half_open = self._half_open.get(core)
+        if half_open is not None:
+            half_open.datagrams += 1
+            if half_open.is_over:
+                in_time = self._has_time(now)
+                return self._drop("too long a handshake" if in_time else NO_TIME)
+        return core
+
+    def _has_time(self, now: float) -> bool:
+        return self._strangers is None or self._strangers.has_time(now)
 
     def _judge(self, address: Address, now: float, *, proved: bool) -> Verdict:
         if self._newcomers is None:
@@ -231,7 +292,7 @@ class Demultiplexer:
 
     def _encode_retry(self, header: QuicHeader, address: Address, now: float) -> bytes:
         assert header.version is not None
-        source_cid = self._new_connection_id(CONNECTION_ID_LENGTH)
+        source_cid = self._new_connection_id(ID_LENGTH)
         token = self._retry_tokens.create_token(
             address=address,
             original_destination_connection_id=header.destination_cid,

@@ -15,13 +15,37 @@ from enum import Enum
 
 from transport.errors import AddressError, TransportError
 
-__all__ = ["IPV6_SITE_PREFIX", "NewcomerFilter", "NewcomerRules", "Rate", "Verdict", "prefix_of"]
+__all__ = [
+    "IPV6_SITE_PREFIX",
+    "NewcomerFilter",
+    "NewcomerRules",
+    "Rate",
+    "StrangerBudget",
+    "Verdict",
+    "prefix_of",
+]
 
 IPV6_SITE_PREFIX = 64
 """One host has a whole /64 to send from: newcomers are counted by it."""
 
 MAX_PREFIXES = 4096
 """Prefixes whose newcomers are counted; the one that sent none for longest is forgotten first."""
+
+STRANGERS_TIME = (0.2, 0.8)
+"""The part of its time that an endpoint has for strangers: the least, when those it knows keep it
+busy, and the most, when it does nothing for them."""
+
+STRANGERS_BURST = 0.1
+"""Seconds that strangers may take at once: a dozen handshakes."""
+
+INTERVAL = 0.25
+"""Seconds over which it is measured how busy an endpoint is."""
+
+LEAST_SHARE = 2.0**-12
+"""The smallest share of strangers' datagrams looked at; some always are."""
+
+STEEPEST = 1 / 16
+"""How far one interval may lower the share."""
 
 Address = tuple[str, int]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -115,6 +139,73 @@ class NewcomerFilter:
                 self._hosts.popitem(last=False)
         self._hosts.move_to_end(key)
         return bucket
+
+
+class StrangerBudget:
+    """Bounds the time spent on datagrams that belong to no connection.
+
+    By the time that they take, whatever they are: handshakes, demands for proof, junk that looks
+    like either. Those for which there is no time are turned away; who is honest sends again. The
+    more are turned away, the smaller is the share that is worth taking from the socket at all.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        """Which part of them should be taken from the socket."""
+        self._part = STRANGERS_TIME[1]
+        self._left = STRANGERS_BURST
+        self._left_at: float | None = None
+        self._began: float | None = None
+        self._known = 0.0
+        self._met = 0
+        self._turned_away = 0
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether some were turned away since `adapt`."""
+        return self._turned_away > 0
+
+    def has_time(self, now: float) -> bool:
+        """Count a stranger's datagram; return whether there is time for it."""
+        self._gain(now)
+        if self._left <= 0:
+            self._turned_away += 1
+            return False
+        self._met += 1
+        return True
+
+    def spend(self, seconds: float, now: float, *, on_strangers: bool) -> None:
+        """Take note of time spent on datagrams, until `now`."""
+        if self._began is None or now - self._began > INTERVAL:
+            self._measure(now)
+        if on_strangers:
+            self._left -= seconds
+        else:
+            self._known += seconds
+
+    def adapt(self, now: float) -> bool:
+        """Set the share anew; return whether to do so again after `INTERVAL`."""
+        self._gain(now)
+        if self._turned_away:
+            met = self._met / (self._met + self._turned_away)
+            self.share = max(LEAST_SHARE, self.share * max(met, STEEPEST))
+        elif self._left > STRANGERS_BURST / 2:
+            self.share = min(1.0, self.share * 2)
+        self._met = self._turned_away = 0
+        return self.share < 1.0
+
+    def _gain(self, now: float) -> None:
+        if self._left_at is not None and now > self._left_at:
+            gained = (now - self._left_at) * self._part
+            self._left = min(STRANGERS_BURST, self._left + gained)
+        self._left_at = now if self._left_at is None else max(now, self._left_at)
+
+    def _measure(self, now: float) -> None:
+        least, most = STRANGERS_TIME
+        if self._began is not None:
+            known = self._known / (now - self._began)
+            self._part = max(least, most - 3 * known)
+        self._began, self._known = now, 0.0
 
 
 class _Bucket:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.programs import Program
+
 DEADLINE = 50.0
 
 
@@ -17,19 +16,8 @@ class Rank:
     """One process of `tests.mesh.distributed.worker`."""
 
     def __init__(self, scenario: str, rank: int, size: int, store: Path) -> None:
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.mesh.distributed.worker",
-                scenario,
-                *(str(rank), str(size), str(store)),
-            ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        worker = "tests.mesh.distributed.worker"
+        self.process = Program(["-m", worker, scenario, str(rank), str(size), str(store)])
 
     def wait_ready(self) -> None:
         """Wait for the line "ready"."""

@@ -124,6 +124,29 @@ def test_every_layout_through_every_collective(ranks, size, dtype, layout) -> No
             assert torch.equal(found["recv"], sources[(rank - 1) % size])
 
 
+@pytest.mark.parametrize("shape", [(1, 0, 2), (0,)])
+@pytest.mark.parametrize("size", SIZES)
+def test_zero_elements_through_the_single_tensor_forms(ranks, size, shape) -> None:
+    groups = ranks(size)
+    joined = (shape[0] * size, *shape[1:])
+
+    def body(rank: int) -> list[torch.Tensor]:
+        group, mine = groups[rank], torch.empty(shape)
+        outs = [torch.empty(joined), torch.empty(joined), torch.empty(shape), torch.empty(joined)]
+        group.all_gather_single(outs[0], mine).wait()
+        group._allgather_base(outs[1], mine).wait()
+        group.reduce_scatter_single(outs[2], torch.empty(joined)).wait()
+        group.alltoall_base(outs[3], torch.empty(joined), [], [], dist.AllToAllOptions()).wait()
+        group.allreduce_coalesced([outs[0], outs[2]], dist.AllreduceCoalescedOptions()).wait()
+        one = torch.ones(1)  # the control: the group still works, and what has elements arrives
+        group.allreduce([one]).wait()
+        return [*outs, one]
+
+    for outs in run_ranks(size, body):
+        assert [out.shape for out in outs[:4]] == [joined, joined, shape, joined]
+        assert outs[4].item() == size
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_single_tensor_forms(ranks, size) -> None:
     groups = ranks(size)

@@ -86,6 +86,22 @@ def test_exit_without_leaving_is_clean_and_quiet(tmp_path: Path) -> None:
     assert processes.run("fall_off", 5, tmp_path) == [True] * 5
 
 
+@pytest.mark.parametrize("scenario", ["send_and_leave", "send_and_fall_off"])
+def test_what_was_sent_arrives_though_its_sender_is_gone_at_once(
+    tmp_path: Path, scenario: str
+) -> None:
+    assert processes.run(scenario, 2, tmp_path) == ["gone", True]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_message_of_more_than_two_gibibytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "DEADLINE", 1500.0)
+    assert processes.run("send_large", 2, tmp_path) == [True, True]
+
+
 def averaged_training(size: int) -> Model:
     """Train as many models as ranks on their parts of the data, and average the gradients."""
     models = [Model() for _ in range(size)]

@@ -175,6 +175,39 @@ def fall_off(rank: int, size: int) -> Any:
     return tensor[0].item() >= size
 
 
+def send_large(rank: int, size: int) -> Any:
+    """Send 2.1 GiB."""
+    count = (2 << 30) + (1 << 30) // 10
+    tensor = torch.arange(count // 8 + 1).view(torch.uint8)[:count]
+    if rank == 0:
+        dist.send(tensor, 1)
+        dist.destroy_process_group()
+        return True
+    out = torch.zeros_like(tensor)
+    dist.recv(out, 0)
+    dist.destroy_process_group()
+    return torch.equal(out, tensor)
+
+
+def send_and_leave(rank: int, size: int, *, leave: bool = True) -> Any:
+    """Rank 0 sends 16 MiB, far more than any buffer holds, and leaves the group at once."""
+    tensor = torch.arange(1 << 22, dtype=torch.int32)
+    if rank == 0:
+        dist.isend(tensor, 1)
+        if leave:
+            dist.destroy_process_group()
+        return "gone"
+    time.sleep(0.5)
+    out = torch.zeros_like(tensor)
+    dist.recv(out, 0)
+    return torch.equal(out, tensor)
+
+
+def send_and_fall_off(rank: int, size: int) -> Any:
+    """Rank 0 sends as much and comes to the end of its program."""
+    return send_and_leave(rank, size, leave=False)
+
+
 def bandwidth(rank: int, size: int) -> Any:
     found = {}
     for numel in (256, 1 << 18, 1 << 22):
@@ -195,7 +228,7 @@ def form(rank: int, size: int) -> None:
         store=_store,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=900 if sys.argv[1] == "send_large" else 30),
     )
 
 
@@ -211,7 +244,7 @@ def main(scenario: str, rank: int, size: int, path: str) -> None:
         form(rank, size)
         result = globals()[scenario](rank, size)
     print(json.dumps(result), flush=True)
-    if scenario != "fall_off":
+    if not scenario.endswith("fall_off"):
         node.close()
 
 

@@ -1,0 +1,61 @@
+"""A legitimate transfer keeps at least half of its rate beside each flood, and memory is bounded.
+
+Each flood comes from a process of its own, beside a transfer between two others, against the same
+transfer without the flood in the same run. The attacker is niced down, because what is asked for is
+what the flood does to its victim, and not who gets which of this machine's processors.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.attacks.floods.attackers import FLOODS
+from tests.attacks.floods.measure import (
+    KEPT,
+    MEMORY_BOUND,
+    Arena,
+    Outcome,
+    ProcessEnded,
+    arena,
+)
+
+pytestmark = [
+    pytest.mark.attack,
+    pytest.mark.skipif(sys.platform != "linux", reason="without socket filters there is no bound"),
+]
+
+TRIES = 3
+"""The machine is shared: something else may take the processors in the wrong moment."""
+
+LEAST_ATTACKS = 5
+"""Attacks a second below which a flood was none: those that do a handshake each come to 30."""
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_transfer_keeps_half_its_rate(flood: str, floor: Arena, outcomes: list[Outcome]) -> None:
+    for _ in range(TRIES):
+        outcome = floor.measure(flood)
+        if outcome.kept >= KEPT and outcome.grown <= MEMORY_BOUND:
+            break
+    outcomes.append(outcome)
+    assert outcome.is_open, "the honest connection was lost"
+    assert outcome.kept >= KEPT
+    assert outcome.grown <= MEMORY_BOUND
+    assert outcome.attacks > LEAST_ATTACKS, "it was no flood"
+    if flood.startswith("junk"):
+        assert sum(outcome.drops.values()) > 1000
+
+
+def test_without_its_defences_a_node_goes_down() -> None:
+    """The positive control: it is not the flood that is weak."""
+    for _ in range(TRIES):
+        with arena("disarmed victim") as floor:
+            try:
+                outcome = floor.measure("junk: Initials")
+            except ProcessEnded:
+                return  # the transfer's connection was lost
+            if outcome.kept < KEPT:
+                return
+    pytest.fail(f"it kept {outcome.kept:.0%}")

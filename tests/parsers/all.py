@@ -1,0 +1,15 @@
+"""Every parser, of all four packages."""
+
+from __future__ import annotations
+
+from tests.parsers import of_auth, of_mesh, of_tensor_bridge, of_transport
+from tests.parsers.parser import Parser
+
+__all__ = ["PARSERS"]
+
+PARSERS: list[Parser] = [
+    *of_auth.PARSERS,
+    *of_transport.PARSERS,
+    *of_tensor_bridge.PARSERS,
+    *of_mesh.PARSERS,
+]

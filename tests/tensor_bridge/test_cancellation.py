@@ -1,0 +1,319 @@
+"""Every operation on tensors, cancelled at each await, leaves nothing behind at any node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from auth import Claim, TokenBook, TokenFacts
+from tensor_bridge import QuicLane, TensorClient, TensorRef, TensorService, TensorStore
+from tensor_bridge.codec import describe
+from tensor_bridge.memory import Payload, tensor_bytes
+from tests.cancelling import (
+    Operation,
+    Scenarios,
+    at_each_await,
+    at_each_turn,
+    at_its_end,
+    process_holdings,
+)
+from tests.tensor_bridge.nodes import Node, node, together
+from tests.tensor_bridge.tensors import filled, same
+from tests.transport.wires import Hesitant, endpoint_holdings
+from transport import Incoming, Stream
+
+pytestmark = pytest.mark.anyio
+
+SCENARIOS: Scenarios[Moves] = Scenarios()
+covers = SCENARIOS.covers
+
+SOME = filled((300, 100), torch.float32).t()
+"""120,000 bytes, not in order: more than one packet and one piece."""
+
+LOT = filled((250_000,), torch.uint8)
+"""More than the buffers on the way hold: each part of it is awaited."""
+
+
+class Moves:
+    """Two nodes with tensors, a client of both, and everything that the three hold."""
+
+    def __init__(
+        self, a: Node, b: Node, client: Node, at_a: TensorClient, at_b: TensorClient
+    ) -> None:
+        self.a, self.b, self.client = a, b, client
+        self.at_a, self.at_b = at_a, at_b
+
+    def held(self) -> dict[str, object]:
+        held = process_holdings()
+        for each, name in ((self.a, "a"), (self.b, "b"), (self.client, "the client")):
+            tokens = each.tokens.counts()
+            held |= endpoint_holdings(each.endpoint, name) | {
+                f"tensors of {name}": len(each.store),
+                f"bytes and objects taken at {name}": each.store.used(),
+                f"arrivals of {name}": len(each.service.arrivals),
+                f"tokens of {name}": tokens.live,
+                f"bytes exposed by {name}": tokens.exposed_bytes,
+            }
+        return held
+
+    def clear(self) -> None:
+        """Delete what was put, but for what the store of `a` began with."""
+        for each in (self.a, self.b):
+            each.store.delete_owner(self.client.endpoint.node_id)
+
+
+@asynccontextmanager
+async def moves() -> AsyncIterator[Moves]:
+    small: dict[str, Any] = {"authorizer": Hesitant(), "stream_window": 64 << 10, "send_buffer": 64 << 10}
+    async with together(node(**small), node(**small), node(**small)) as (a, b, client):
+        at_a, at_b = await client.client(a, reconnect=True), await client.client(b, reconnect=True)
+        # So that the one connection that nodes make for themselves is there.
+        await b.connection(a)
+        yield Moves(a, b, client, at_a, at_b)
+
+
+@asynccontextmanager
+async def there(m: Moves, tensor: torch.Tensor) -> AsyncIterator[TensorRef]:
+    """A tensor of the client's at `a`, for the block."""
+    ref = m.client.has(m.a, tensor)
+    yield ref
+    if ref.object_id in m.a.store:
+        m.a.store.delete(ref.object_id)
+
+
+@covers("tensor_bridge.TensorClient.put")
+async def put(m: Moves) -> AsyncIterator[Operation]:
+    yield partial(_check_put, m, SOME)
+    m.clear()
+
+
+@covers("tensor_bridge.TensorClient.put")
+async def put_nothing(m: Moves) -> AsyncIterator[Operation]:
+    yield partial(_check_put, m, torch.empty(1, 0, 2))
+    m.clear()
+
+
+@covers(
+    "tensor_bridge.TensorClient.put",
+    "tensor_bridge.QuicLane.send",
+    "tensor_bridge.QuicLane.receive",
+    stride=9,
+)
+async def put_a_lot(m: Moves) -> AsyncIterator[Operation]:
+    yield partial(_check_put, m, LOT)
+    m.clear()
+
+
+async def _check_put(m: Moves, tensor: torch.Tensor) -> None:
+    ref = await m.at_a.put(tensor)
+    assert same(m.a.store.get(ref.object_id).tensor, tensor)
+
+
+@covers("tensor_bridge.TensorClient.create")
+async def create(m: Moves) -> AsyncIterator[Operation]:
+    async def run() -> None:
+        ref = await m.at_a.create("arange", (200_000,), dtype=torch.int64)
+        assert torch.equal(m.a.store.get(ref.object_id).tensor, torch.arange(200_000))
+
+    yield run
+    m.clear()
+
+
+@covers("tensor_bridge.TensorClient.get")
+async def get(m: Moves) -> AsyncIterator[Operation]:
+    async with there(m, SOME) as ref:
+
+        async def run() -> None:
+            assert same(await m.at_a.get(ref), SOME)
+
+        yield run
+
+
+@covers("tensor_bridge.TensorClient.get", stride=9)
+async def get_a_lot(m: Moves) -> AsyncIterator[Operation]:
+    async with there(m, LOT) as ref:
+
+        async def run() -> None:
+            assert same(await m.at_a.get(ref), LOT)
+
+        yield run
+
+
+@covers("tensor_bridge.TensorClient.copy_to")
+async def copy(m: Moves) -> AsyncIterator[Operation]:
+    async with there(m, SOME) as ref:
+        yield partial(_check_copy, m, ref, SOME)
+    m.clear()
+
+
+@covers("tensor_bridge.TensorClient.copy_to")
+async def copy_a_lot(m: Moves) -> AsyncIterator[Operation]:
+    async with there(m, LOT) as ref:
+        yield partial(_check_copy, m, ref, LOT)
+    m.clear()
+
+
+async def _check_copy(m: Moves, ref: TensorRef, tensor: torch.Tensor) -> None:
+    made = await m.at_a.copy_to(ref, m.at_b)
+    assert same(m.b.store.get(made.object_id).tensor, tensor)
+
+
+@covers("tensor_bridge.TensorClient.delete")
+async def delete(m: Moves) -> AsyncIterator[Operation]:
+    async with there(m, SOME) as ref:
+        yield partial(m.at_a.delete, ref)
+
+
+@covers("tensor_bridge.TensorClient.info")
+async def info(m: Moves) -> AsyncIterator[Operation]:
+    async with there(m, SOME) as ref:
+
+        async def run() -> None:
+            assert await m.at_a.info(ref.object_id) == ref
+
+        yield run
+
+
+@covers("tensor_bridge.TensorClient.list")
+async def list_all(m: Moves) -> AsyncIterator[Operation]:
+    # More than a page of them.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("tensor_bridge.service.PAGE", 2)
+    refs = [m.client.has(m.a, torch.empty(0)) for _ in range(5)]
+
+    async def run() -> None:
+        assert len(await m.at_a.list()) == len(refs)
+
+    yield run
+    monkeypatch.undo()
+    m.clear()
+
+
+@covers("tensor_bridge.QuicLane.send", "tensor_bridge.QuicLane.receive", stride=3)
+async def lane(m: Moves) -> AsyncIterator[Operation]:
+    theirs: list[Stream] = []
+
+    async def take(incoming: Incoming) -> None:
+        theirs.append(incoming.stream)
+        room = bytearray(len(data))
+        await QuicLane(incoming.stream, stall_seconds=5).receive(memoryview(room), _ignore)
+        assert room == data
+        await QuicLane(incoming.stream, stall_seconds=5).send(payload, _ignore)
+
+    tensor = torch.arange(102_400).to(torch.uint8)
+    payload, data = Payload(tensor, describe(tensor)), bytes(tensor_bytes(tensor))
+    name = "tests.lane"
+    if name not in m.a.endpoint.services:
+        m.a.endpoint.register_service(name, take, scope="x")
+    connection = await m.client.connection(m.a)
+
+    async def run() -> None:
+        async with await connection.open_stream(name) as stream:
+            there = QuicLane(stream, stall_seconds=5)
+            await there.send(payload, _ignore)
+            room = bytearray(len(data))
+            await there.receive(memoryview(room), _ignore)
+            assert room == data
+
+    yield run
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+@covers("tensor_bridge.TensorService.__aenter__", "tensor_bridge.TensorService.__aexit__")
+async def a_service(m: Moves) -> AsyncIterator[Operation]:
+    endpoint = m.client.endpoint
+    services, observers = dict(endpoint._services._services), list(endpoint._observers)
+    endpoint._services._services.clear()
+    endpoint._observers.clear()
+
+    async def run() -> None:
+        async with TensorService(endpoint, TensorStore(), TokenBook(), Hesitant()):
+            pass
+
+    yield run
+    endpoint._services._services = services
+    endpoint._observers[:] = observers
+
+
+@pytest.mark.parametrize("name", SCENARIOS.all)
+async def test_at_each_await(name: str) -> None:
+    scenario = SCENARIOS.all[name]
+    async with moves() as m:
+        await at_each_await(partial(scenario.prepare, m), m.held, stride=scenario.stride)
+
+
+@pytest.mark.parametrize("name", ["put", "create", "copy"])
+async def test_at_each_turn_of_the_loop(name: str) -> None:
+    scenario = SCENARIOS.all[name]
+    async with moves() as m:
+        assert await at_each_turn(partial(scenario.prepare, m), m.held) > 5
+
+
+async def test_a_copy_cancelled_exactly_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is consumed once at most, and there is a copy exactly if its caller knows of it."""
+    consumed: Counter[int] = Counter()
+    deliver = Claim.delivered
+    tokens: list[TokenFacts] = []  # kept, so that no two have one id
+
+    def delivered(claim: Claim) -> None:
+        deliver(claim)
+        tokens.append(claim.facts)
+        consumed[id(claim.facts)] += 1
+
+    monkeypatch.setattr(Claim, "delivered", delivered)
+    made: list[TensorRef] = []
+
+    @asynccontextmanager
+    async def copying() -> AsyncIterator[Operation]:
+        async with there(m, torch.ones(5)) as ref:
+
+            async def run() -> None:
+                made.append(await m.at_a.copy_to(ref, m.at_b))
+
+            yield run
+        m.clear()
+
+    def check(has_ended: bool) -> None:
+        assert len(made) == has_ended
+        for ref in made:
+            assert ref.object_id in m.b.store or ref.object_id in cleared
+        made.clear()
+
+    cleared: set[str] = set()
+    async with moves() as m:
+        clear = m.clear
+
+        def remember_and_clear() -> None:
+            cleared.update(m.b.store._objects)
+            clear()
+
+        m.clear = remember_and_clear  # type: ignore[method-assign]
+        ended = await at_its_end(copying, m.held, check, times=250)
+    assert 25 < ended < 225, "some came to their end first and some did not"
+    assert set(consumed.values()) == {1}
+    assert len(consumed) >= ended
+
+
+async def test_a_put_cancelled_exactly_at_its_end() -> None:
+    @asynccontextmanager
+    async def putting() -> AsyncIterator[Operation]:
+        async def run() -> None:
+            refs.append(await m.at_a.put(torch.ones(5)))
+
+        refs: list[TensorRef] = []
+        yield run
+        for ref in refs:
+            m.a.store.delete(ref.object_id)
+
+    async with moves() as m:
+        ended = await at_its_end(putting, m.held, lambda _: None, times=200)
+    assert 20 < ended < 180

@@ -1,0 +1,343 @@
+"""Reads batches of 1-RTT packets: acknowledgements and stream data here, the rest by aioquic.
+
+A packet that is in any way out of the ordinary (another path, connection id or key phase) is left
+to aioquic's `receive_datagram` as it is, and a frame of another kind to its `_payload_received`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from aioquic import tls
+from aioquic.quic.connection import (
+    END_STATES,
+    QuicConnectionError,
+    QuicConnectionState,
+    QuicReceiveContext,
+)
+from aioquic.quic.packet import QuicFrameType
+from aioquic.quic.rangeset import RangeSet
+from aioquic.quic.recovery import MAX_ACK_RANGES
+from aioquic.quic.stream import QuicStream, StreamFinishedError
+
+from transport.protocol.batch.receiving import ReceivePart
+from transport.protocol.batch.sealing import Keys, open_packets
+from transport.protocol.batch.writer import VARINT_4, VARINT_8, keys_of
+
+if TYPE_CHECKING:
+    from transport.protocol.aioquic_adapter import AdaptedConnection
+
+__all__ = ["BatchReader"]
+
+FULL_FRAME = struct.Struct("!BIQ")
+"""The STREAM frame that `writer` fills packets with: type, stream id in 4 bytes, offset in 8."""
+
+PADDING, PING, ACK = 0x00, 0x01, 0x02
+FIRST_STREAM_TYPE, LAST_STREAM_TYPE = 0x08, 0x0F
+WITH_OFFSET, WITH_LENGTH, WITH_FIN = 0x04, 0x02, 0x01
+UINT_VAR_MAX = (1 << 62) - 1
+
+ACK_AFTER_PACKETS = 64
+"""An acknowledgement leaves after this many packets, however little time has passed."""
+
+
+class BatchReader:
+    """Reads the batches of one connection."""
+
+    def __init__(self, quic: AdaptedConnection) -> None:
+        self._quic = quic
+        self._keys: Keys | None = None
+        self._keys_of: object = None
+        self._unacknowledged = 0
+
+    def can_read(self, address: object) -> bool:
+        """Whether batches from `address` can be read here at all."""
+        quic = self._quic
+        return (
+            quic._handshake_confirmed
+            and quic._state is QuicConnectionState.CONNECTED
+            and not quic._close_pending
+            and quic._network_paths[0].addr == address
+        )
+
+    def read(self, data: bytearray, size: int, segment: int, now: float) -> list[tuple[int, int]]:
+        """Take the datagrams in the first `size` bytes of `data`, one in every `segment` bytes.
+
+        Returns the ranges of those which have to be taken the ordinary way.
+        """
+        quic = self._quic
+        space = quic._spaces[tls.Epoch.ONE_RTT]
+        plain = bytearray(size)
+        opened, others = open_packets(
+            self._receive_keys(),
+            data,
+            size,
+            segment,
+            quic.host_cid,
+            space.expected_packet_number,
+            memoryview(plain),
+        )
+        if not opened:
+            return others
+        quic.last_heard = now
+        quic._network_paths[0].bytes_received += size
+        packets = _Packets(quic, plain, now)
+        try:
+            for number, start, stop in opened:
+                packets.take(number, start, stop)
+            packets.finish()
+        except QuicConnectionError as error:
+            quic.close(
+                error_code=error.error_code,
+                frame_type=error.frame_type or QuicFrameType.PADDING,
+                reason_phrase=error.reason_phrase,
+            )
+        if quic._state in END_STATES or quic._close_pending:
+            return []
+        quic._close_at = now + quic._idle_timeout()
+        quic._ack_eliciting_sent_since_receipt = False
+        if packets.eliciting:
+            self._hold_acknowledgement(packets.eliciting, now)
+        return others
+
+    def _hold_acknowledgement(self, count: int, now: float) -> None:
+        quic = self._quic
+        space = quic._spaces[tls.Epoch.ONE_RTT]
+        if space.ack_at is None:
+            self._unacknowledged = 0
+            space.ack_at = now + quic._ack_delay
+        self._unacknowledged += count
+        if self._unacknowledged >= ACK_AFTER_PACKETS:
+            space.ack_at = min(space.ack_at, now)
+
+    def _receive_keys(self) -> Keys:
+        context = self._quic._cryptos[tls.Epoch.ONE_RTT].recv
+        if self._keys is None or self._keys_of is not context.aead:
+            self._keys_of = context.aead
+            self._keys = keys_of(context)
+        return self._keys
+
+
+class _Packets:
+    """The packets of one batch. Runs of packet numbers, and of a stream's bytes, count as one."""
+
+    def __init__(self, quic: AdaptedConnection, plain: bytearray, now: float) -> None:
+        self.eliciting = 0
+        self._quic = quic
+        self._plain = plain
+        self._now = now
+        self._space = quic._spaces[tls.Epoch.ONE_RTT]
+        self._first = 0
+        self._last = -1
+        self._stream: QuicStream | None = None
+        self._stream_id = -1
+        self._start = self._stop = 0
+        self._fin = False
+
+    def take(self, number: int, start: int, stop: int) -> None:
+        """Take the packet `number`, whose payload is ``plain[start:stop]``."""
+        if number != self._last + 1 or self._last < self._first:
+            self._note_run()
+            if number in self._space.received_packets:
+                return
+            self._first = number
+        elif (
+            # A run that goes on among packets already seen: each has to be looked up.
+            number <= self._space.largest_received_packet and number in self._space.received_packets
+        ):
+            return
+        plain = self._plain
+        kind = plain[start]
+        if (
+            kind & 0xFE == FIRST_STREAM_TYPE | WITH_OFFSET
+            and stop - start > FULL_FRAME.size
+            and plain[start + 1] >> 6 == 2
+            and plain[start + 5] >> 6 == 3
+        ):
+            _, stream_id, offset = FULL_FRAME.unpack_from(plain, start)
+            self._full_frame(
+                kind, stream_id - VARINT_4, offset - VARINT_8, start + FULL_FRAME.size, stop
+            )
+            self.eliciting += 1
+        elif self._frames(start, stop):
+            self.eliciting += 1
+        # Only now: a packet whose frames are refused must not be acknowledged.
+        self._last = number
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        self._end_run()
+        self._note_run()
+
+    # -- packet numbers
+
+    def _note_run(self) -> None:
+        first, last, space = self._first, self._last, self._space
+        if last < first:
+            return
+        if last > space.largest_received_packet:
+            space.largest_received_packet = last
+            space.largest_received_time = self._now
+            space.expected_packet_number = last + 1
+        space.ack_queue.add(first, last + 1)
+        window = space.received_packets
+        window.add_run(first, last)  # type: ignore[attr-defined]
+        if len(space.ack_queue) > MAX_ACK_RANGES:
+            space.ack_queue.shift()
+        self._first, self._last = last + 1, last
+
+    # -- frames
+
+    def _full_frame(self, kind: int, stream_id: int, offset: int, start: int, stop: int) -> None:
+        end = offset + stop - start
+        if stream_id != self._stream_id or self._fin:
+            self._end_run()
+            self._stream = self._find(kind, stream_id)
+            self._stream_id = stream_id
+            self._start = self._stop = offset
+        elif offset != self._stop:
+            self._flush()
+            self._start = self._stop = offset
+        stream = self._stream
+        if stream is None:
+            return
+        receiver = ReceivePart.of(stream)
+        at = offset - receiver.target_start
+        if at >= 0 and end <= receiver.target_stop and not receiver.is_finished:
+            # The peer may not have been allowed this much, and is told so at the end of the run.
+            receiver.target[at : at + stop - start] = memoryview(self._plain)[start:stop]  # type: ignore[index]
+            self._stop = end
+            self._fin = bool(kind & WITH_FIN)
+        else:
+            self._flush()
+            data = memoryview(self._plain)[start:stop]
+            self._quic.stream_received(stream, offset, data, fin=bool(kind & WITH_FIN))
+            self._start = self._stop = end
+
+    def _end_run(self) -> None:
+        """What comes next is not known to go on where the run of a stream's bytes has ended."""
+        self._flush()
+        self._stream = None
+        self._stream_id = -1
+
+    def _flush(self) -> None:
+        """Tell the stream what was written to its memory."""
+        start, stop, fin = self._start, self._stop, self._fin
+        self._start, self._fin = stop, False
+        if self._stream is not None and (stop > start or fin):
+            self._quic.stream_filled(self._stream, start, stop, fin=fin)
+
+    def _find(self, kind: int, stream_id: int) -> QuicStream | None:
+        quic = self._quic
+        quic._assert_stream_can_receive(kind, stream_id)
+        try:
+            return quic._get_or_create_stream(kind, stream_id)
+        except StreamFinishedError:
+            return None
+
+    def _place(self, kind: int, stream_id: int, offset: int, data: memoryview) -> None:
+        stream = self._find(kind, stream_id)
+        if stream is not None:
+            self._quic.stream_received(stream, offset, data, fin=bool(kind & WITH_FIN))
+
+    def _frames(self, start: int, stop: int) -> bool:
+        """Handle all frames of a packet; return whether it calls for an acknowledgement."""
+        self._end_run()
+        if start == stop:
+            return self._other(start, stop)
+        plain = self._plain
+        eliciting = False
+        at = start
+        while at < stop:
+            kind = plain[at]
+            if kind == ACK:
+                after = self._acknowledgement(at + 1, stop)
+                if after is None:
+                    return self._other(at, stop) or eliciting
+                at = after
+            elif FIRST_STREAM_TYPE <= kind <= LAST_STREAM_TYPE:
+                after = self._stream_frame(kind, at + 1, stop)
+                if after is None:
+                    return self._other(at, stop) or eliciting
+                at = after
+                eliciting = True
+            elif kind == PADDING:
+                at += 1
+            else:
+                return self._other(at, stop) or eliciting
+        return eliciting
+
+    def _other(self, start: int, stop: int) -> bool:
+        """Leave the frames from `start` on to aioquic."""
+        quic = self._quic
+        context = QuicReceiveContext(
+            epoch=tls.Epoch.ONE_RTT,
+            host_cid=quic.host_cid,
+            network_path=quic._network_paths[0],
+            quic_logger_frames=None,
+            time=self._now,
+            version=quic._version,
+        )
+        is_eliciting, _ = quic._payload_received(context, bytes(self._plain[start:stop]))
+        return is_eliciting
+
+    def _stream_frame(self, kind: int, at: int, stop: int) -> int | None:
+        """Handle one STREAM frame; return where it ends, None if it does not."""
+        plain = self._plain
+        stream_id, at = _varint(plain, at, stop)
+        offset = 0
+        if kind & WITH_OFFSET:
+            offset, at = _varint(plain, at, stop)
+        length = stop - at
+        if kind & WITH_LENGTH:
+            length, at = _varint(plain, at, stop)
+        if at > stop or at + length > stop or offset + length > UINT_VAR_MAX:
+            return None
+        self._place(kind, stream_id, offset, memoryview(plain)[at : at + length])
+        return at + length
+
+    def _acknowledgement(self, at: int, stop: int) -> int | None:
+        """Handle one ACK frame; return where it ends, None if it is malformed."""
+        plain, quic = self._plain, self._quic
+        newest, at = _varint(plain, at, stop)
+        delay, at = _varint(plain, at, stop)
+        count, at = _varint(plain, at, stop)
+        length, at = _varint(plain, at, stop)
+        ranges = [range(newest - length, newest + 1)]
+        for _ in range(count):
+            if at >= stop:
+                return None
+            gap, at = _varint(plain, at, stop)
+            length, at = _varint(plain, at, stop)
+            end = ranges[-1].start - gap - 1
+            ranges.append(range(end - length - 1, end))
+        if at > stop or ranges[-1].start < 0:
+            return None
+        acknowledged = RangeSet()
+        for part in reversed(ranges):
+            acknowledged.add(part.start, part.stop)
+        loss = quic._loss
+        loss.peer_completed_address_validation = True
+        loss.on_ack_received(
+            ack_rangeset=acknowledged,
+            ack_delay=(delay << quic._remote_ack_delay_exponent) / 1e6,
+            now=self._now,
+            space=self._space,
+        )
+        return at
+
+
+def _varint(data: bytearray, at: int, stop: int) -> tuple[int, int]:
+    """Decode an integer (RFC 9000 section 16); return it, and where it ends.
+
+    One that is cut off ends beyond `stop`.
+    """
+    if at >= stop:
+        return 0, stop + 1
+    first = data[at]
+    if first < 0x40:
+        return first, at + 1
+    end = at + (1 << (first >> 6))
+    value = int.from_bytes(data[at:end], "big")
+    return value & ((1 << (8 * (end - at) - 2)) - 1), end

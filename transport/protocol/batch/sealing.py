@@ -1,0 +1,222 @@
+"""1-RTT packets protected and opened many at a time (RFC 9001 sections 5.3 and 5.4).
+
+Pure functions of keys and bytes. A batch costs one call of the cipher for all its header masks, one
+for each payload, and no copy of a packet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from cryptography.exceptions import InvalidTag
+
+__all__ = ["Keys", "Opened", "Sealer", "decode_packet_number", "open_packets"]
+
+TAG_SIZE = 16
+SAMPLE_SIZE = 16
+MAX_PACKET_NUMBER_SIZE = 4
+"""The sample begins as if the packet number took this much (RFC 9001 section 5.4.2)."""
+
+PACKET_NUMBER_SIZE = 2
+"""What is sent: enough while less than 2^15 packets are in flight (RFC 9000 section 17.1)."""
+
+MIN_PAYLOAD = MAX_PACKET_NUMBER_SIZE - PACKET_NUMBER_SIZE
+"""Payload below which there is too little to sample."""
+
+FIXED_BIT = 0x40
+LONG_HEADER = 0x80
+SPIN_BIT = 0x20
+KEY_PHASE = 0x04
+RESERVED_BITS = 0x18
+CHECKED_BITS = LONG_HEADER | FIXED_BIT | RESERVED_BITS | KEY_PHASE
+SHORT_HEADER_MASK = 0x1F
+"""Bits of a short header's first byte that are protected."""
+
+
+class Aead(Protocol):
+    """What `cryptography`'s AESGCM and ChaCha20Poly1305 have in common here."""
+
+    def encrypt_into(
+        self, nonce: bytes, data: bytes, associated_data: bytes, buf: memoryview
+    ) -> int:
+        """Encrypt into `buf`, tag included."""
+
+    def decrypt_into(
+        self, nonce: bytes, data: memoryview, associated_data: bytes, buf: memoryview
+    ) -> int:
+        """Decrypt into `buf`, or raise InvalidTag."""
+
+
+class Keys(NamedTuple):
+    """One direction's keys of one key phase."""
+
+    aead: Aead
+    iv: int
+    """The nonce is this, exclusive-or the packet number, in 12 bytes."""
+    mask: Callable[[bytes], bytes]
+    """Header masks for samples, or for one sample where `masks_one`."""
+    masks_one: bool
+    """ChaCha20 makes a mask of 5 bytes for one sample; AES one of 16 for each of any number."""
+    phase: int
+
+    def masks(self, samples: list[bytes]) -> tuple[bytes, int]:
+        """Return the header masks for all samples in a row, and how far apart they begin."""
+        if self.masks_one:
+            return b"".join([self.mask(sample) for sample in samples]), 5
+        return self.mask(b"".join(samples)), SAMPLE_SIZE
+
+
+class Sealer:
+    """Makes one batch: packets of one size, the last perhaps shorter, one behind the other.
+
+    Args:
+        keys: the sending keys now in use.
+        destination: the peer's connection id.
+        spin: the spin bit (RFC 9000 section 17.4).
+        capacity: bytes that the batch may have.
+    """
+
+    def __init__(self, keys: Keys, destination: bytes, *, spin: bool, capacity: int) -> None:
+        self._keys = keys
+        self._first_byte = (
+            FIXED_BIT | spin << 5 | keys.phase << 2 | (PACKET_NUMBER_SIZE - 1)
+        ).to_bytes(1, "big")
+        self._prefix = self._first_byte + destination
+        self._number_at = len(self._prefix)
+        self._header_size = self._number_at + PACKET_NUMBER_SIZE
+        self._buffer = memoryview(bytearray(capacity))
+        self._starts: list[int] = []
+        self.size = 0
+
+    @staticmethod
+    def overhead(destination: bytes) -> int:
+        """Bytes that a packet has beside its payload."""
+        return 1 + len(destination) + PACKET_NUMBER_SIZE + TAG_SIZE
+
+    def add(self, number: int, payload: bytes) -> int:
+        """Append packet `number`; return its size. At least `MIN_PAYLOAD` bytes of payload."""
+        start = self.size
+        body = start + self._header_size
+        stop = body + len(payload) + TAG_SIZE
+        header = self._prefix + (number & 0xFFFF).to_bytes(2, "big")
+        buffer = self._buffer
+        buffer[start:body] = header
+        keys = self._keys
+        keys.aead.encrypt_into(
+            (keys.iv ^ number).to_bytes(12, "big"), payload, header, buffer[body:stop]
+        )
+        self._starts.append(start)
+        self.size = stop
+        return stop - start
+
+    def finish(self) -> memoryview:
+        """Protect all headers and return the batch."""
+        buffer = self._buffer
+        number_at = self._number_at
+        sample_at = number_at + MAX_PACKET_NUMBER_SIZE
+        masks, stride = self._keys.masks(
+            [
+                bytes(buffer[start + sample_at : start + sample_at + SAMPLE_SIZE])
+                for start in self._starts
+            ]
+        )
+        at = 0
+        for start in self._starts:
+            buffer[start] ^= masks[at] & SHORT_HEADER_MASK
+            buffer[start + number_at] ^= masks[at + 1]
+            buffer[start + number_at + 1] ^= masks[at + 2]
+            at += stride
+        return buffer[: self.size]
+
+
+class Opened(NamedTuple):
+    """A packet whose protection is off: its payload is ``plain[start:stop]``."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def open_packets(
+    keys: Keys,
+    data: bytearray,
+    size: int,
+    segment: int,
+    destination: bytes,
+    expected: int,
+    plain: memoryview,
+) -> tuple[list[Opened], list[tuple[int, int]]]:
+    """Open the packets of a batch: one in every `segment` bytes of the first `size` of `data`.
+
+    Args:
+        keys: the receiving keys now in use.
+        destination: the connection id they must be addressed to.
+        expected: the packet number expected next (RFC 9000 appendix A.3).
+        plain: room for the payloads, `size` bytes.
+
+    Returns:
+        The packets that were authentic, in order, and the ranges of `data` that are something else:
+        another connection id, a long header, another key phase, reserved bits that are set.
+        Packets that look right and are not authentic are in neither.
+    """
+    number_at = 1 + len(destination)
+    sample_at = number_at + MAX_PACKET_NUMBER_SIZE
+    sample_stop = sample_at + SAMPLE_SIZE
+    starts = range(0, size, segment)
+    others: list[tuple[int, int]] = []
+    if segment < sample_stop:
+        others = [(start, min(start + segment, size)) for start in starts]
+        starts = starts[:0]
+    elif size - starts[-1] < sample_stop:
+        others.append((starts[-1], size))
+        starts = starts[:-1]
+    opened: list[Opened] = []
+    masks, stride = keys.masks([bytes(data[at + sample_at : at + sample_stop]) for at in starts])
+    decrypt, iv = keys.aead.decrypt_into, keys.iv
+    view = memoryview(data)
+    # The fixed bit set, the header short, the reserved bits clear, the key phase ours.
+    wanted = FIXED_BIT | keys.phase << 2
+    # The spin bit and the packet number's size are free, and authenticated with the rest.
+    prefixes = {
+        wanted | free: bytes((wanted | free,)) + destination
+        for free in (0, 1, 2, 3, SPIN_BIT, SPIN_BIT | 1, SPIN_BIT | 2, SPIN_BIT | 3)
+    }
+    at = -stride
+    for start in starts:
+        stop = min(start + segment, size)
+        at += stride
+        first = data[start] ^ masks[at] & SHORT_HEADER_MASK
+        if first & CHECKED_BITS != wanted or data[start + 1 : start + number_at] != destination:
+            others.append((start, stop))
+            continue
+        low = first & 3
+        body = start + number_at + low + 1
+        if low == 1:
+            truncated = (data[body - 2] ^ masks[at + 1]) << 8 | data[body - 1] ^ masks[at + 2]
+        else:
+            truncated = 0
+            for i in range(low + 1):
+                truncated = truncated << 8 | data[start + number_at + i] ^ masks[at + 1 + i]
+        number = decode_packet_number(truncated, 8 * (low + 1), expected)
+        header = prefixes[first] + truncated.to_bytes(low + 1, "big")
+        end = stop - TAG_SIZE
+        try:
+            decrypt((iv ^ number).to_bytes(12, "big"), view[body:stop], header, plain[body:end])
+        except InvalidTag:
+            continue
+        if number >= expected:
+            expected = number + 1
+        opened.append(Opened(number, body, end))
+    return opened, others
+
+
+def decode_packet_number(truncated: int, bits: int, expected: int) -> int:
+    """Return the packet number that `truncated` stands for (RFC 9000 appendix A.3)."""
+    window = 1 << bits
+    number = (expected & ~(window - 1)) | truncated
+    if number <= expected - window // 2 and number < (1 << 62) - window:
+        return number + window
+    if number > expected + window // 2 and number >= window:
+        return number - window
+    return number

@@ -1,0 +1,361 @@
+"""Writes batches of 1-RTT packets: acknowledgements, and stream data that was never sent.
+
+Everything else a connection has to say (control frames, what was lost, handshakes, closing) stays
+with aioquic's own packet code, and so does all of it while a batch can't be sent.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from aioquic import tls
+from aioquic.quic.connection import QuicConnectionState
+from aioquic.quic.crypto import CryptoContext
+from aioquic.quic.rangeset import RangeSet
+from aioquic.quic.stream import QuicStream
+
+from transport.protocol.batch.sealing import MIN_PAYLOAD, Keys, Sealer
+from transport.protocol.batch.sending import SendPart
+from transport.protocol.batch.sent import SentPacket, Transmit
+
+if TYPE_CHECKING:
+    from transport.protocol.aioquic_adapter import AdaptedConnection
+
+__all__ = ["BatchWriter", "keys_of"]
+
+MAX_BATCH_BYTES = 65000
+MAX_BATCH_PACKETS = 64
+"""What one segmented send may carry: an IP packet, and as many segments as Linux takes (udp(7))."""
+
+STREAM_WITH_OFFSET = 0x0C
+STREAM_LENGTH = 0x02
+STREAM_FIN = 0x01
+ACK = 0x02
+PING = 0x01
+
+FULL_FRAME = struct.Struct("!BIQ")
+"""A STREAM frame that fills its packet: type, stream id in 4 bytes, offset in 8."""
+VARINT_4 = 0x80000000
+VARINT_8 = 0xC000000000000000
+MAX_STREAM_ID = 1 << 30
+
+MIN_FRAME_ROOM = 32
+"""With less room in a packet no further frame is begun, in bytes."""
+
+MAX_ACK_RANGES_SENT = 32
+"""Older ones were in acknowledgements before."""
+
+ACK_OF_ACK_EVERY = 8
+"""Of packets that acknowledge ranges, every so many calls for an acknowledgement itself, so that
+the ranges can be forgotten (RFC 9000 section 13.2.4)."""
+
+Bytes = bytes | bytearray | memoryview
+Handlers = list[tuple[Any, Any]]
+
+
+class BatchWriter:
+    """Writes the batches of one connection."""
+
+    def __init__(self, quic: AdaptedConnection) -> None:
+        self._quic = quic
+        self._ready: dict[int, QuicStream] = {}
+        self._keys: Keys | None = None
+        self._keys_of: object = None
+
+    @property
+    def has_data(self) -> bool:
+        """Whether some stream has data that was never sent, window or not."""
+        return bool(self._ready)
+
+    def offer(self, stream: QuicStream) -> None:
+        """`stream` has data that was never sent."""
+        assert stream.stream_id is not None
+        self._ready[stream.stream_id] = stream
+
+    def can_write(self) -> bool:
+        """Whether batches can be sent: the handshake is confirmed, the path is validated."""
+        quic = self._quic
+        return (
+            quic._handshake_confirmed
+            and quic._state is QuicConnectionState.CONNECTED
+            and not quic._close_pending
+            and quic._network_paths[0].is_validated
+        )
+
+    def hand_over(self) -> None:
+        """Leave some of what was to be sent in batches to aioquic's packet code."""
+        for stream_id, stream in list(self._ready.items()):
+            sender = SendPart.of(stream)
+            sender.hand_over()
+            if not sender.has_fresh:
+                del self._ready[stream_id]
+
+    def write(self, now: float, max_packets: int = MAX_BATCH_PACKETS) -> Transmit | None:
+        """Return the next batch that may leave at `now`, None if there is none.
+
+        Sets when pacing lets the next one leave, as upstream's `datagrams_to_send` does.
+        """
+        quic = self._quic
+        space = quic._spaces[tls.Epoch.ONE_RTT]
+        is_ack_due = space.ack_at is not None and space.ack_at <= now
+        count = min(self._allowance(now), max_packets) if self._ready else 0
+        if not is_ack_due and count <= 0:
+            return None
+        size = quic._max_datagram_size
+        crypto = quic._cryptos[tls.Epoch.ONE_RTT]
+        if crypto._update_key_requested:
+            crypto._update_key("local_update")
+        batch = _Batch(quic, self._send_keys(crypto.send), min(max(count, 1) * size, 65536), now)
+        prefix: list[bytes] = []
+        handlers: Handlers = []
+        if space.ack_at is not None:
+            prefix.append(self._ack_frame(space, now, handlers))
+        while count > 0 and batch.packets < count:
+            before = batch.packets
+            if not prefix:
+                self._fill(batch, count)
+            if batch.packets == before:
+                is_full = self._compose(batch, prefix, handlers)
+                prefix, handlers = [], []
+                if not is_full:
+                    break
+        if prefix:
+            batch.add(b"".join(prefix), handlers, eliciting=len(prefix) > 1)
+        if not self._ready:
+            ran_dry = getattr(quic._loss._cc, "ran_dry", None)
+            if ran_dry is not None:
+                ran_dry()
+        return batch.finish()
+
+    # -- how much
+
+    def _allowance(self, now: float) -> int:
+        """How many full packets window, pacing and one segmented send allow."""
+        quic = self._quic
+        size = quic._max_datagram_size
+        controller = quic._loss._cc
+        room = controller.congestion_window - controller.bytes_in_flight
+        if room < size:
+            return 0
+        pacer = quic.pacer
+        paced = pacer.packets(now)
+        if paced <= 0:
+            quic._pacing_at = pacer.next_send_time(now)
+            return 0
+        return min(room // size, paced, max(1, MAX_BATCH_BYTES // size), MAX_BATCH_PACKETS)
+
+    def _credit(self, stream: QuicStream) -> int:
+        """The offset up to which flow control lets the stream's data go."""
+        quic = self._quic
+        sender = stream.sender
+        left = quic._remote_max_data - quic._remote_max_data_used
+        return min(stream.max_stream_data_remote, sender.highest_offset + left)
+
+    # -- packets
+
+    def _fill(self, batch: _Batch, count: int) -> None:
+        """Fill packets from the first stream that has enough for it."""
+        room = batch.room - FULL_FRAME.size
+        for stream in self._sendable():
+            sender = SendPart.of(stream)
+            limit = min(sender._buffer_stop, self._credit(stream))
+            position = sender.fresh
+            if limit - position < room or not sender.can_read():
+                continue
+            assert stream.stream_id is not None
+            base = stream.stream_id | VARINT_4
+            first, piece = sender.piece_at(position)
+            piece_stop = first + len(piece)
+            handler = sender.on_data_delivery
+            while batch.packets < count and limit - position >= room:
+                stop = position + room
+                if stop <= piece_stop:
+                    data: Bytes = piece[position - first : stop - first]
+                else:
+                    data = sender.read(position, stop)
+                    first, piece = sender.piece_at(stop - 1)
+                    piece_stop = first + len(piece)
+                fin = stop == sender._buffer_fin
+                frame = FULL_FRAME.pack(STREAM_WITH_OFFSET | fin, base, position | VARINT_8)
+                batch.add(b"".join((frame, data)), [(handler, (position, stop, fin))])
+                position = stop
+                if fin:
+                    break
+            self._took(stream, position, fin=position == sender._buffer_fin)
+            return
+
+    def _compose(self, batch: _Batch, parts: list[bytes], handlers: Handlers) -> bool:
+        """Write one packet of whatever streams have, behind `parts`; return whether it is full."""
+        left = batch.room - sum(map(len, parts))
+        eliciting = len(parts) > 1
+        for stream in self._sendable():
+            sender = SendPart.of(stream)
+            assert stream.stream_id is not None
+            start = sender.fresh
+            head = _varint(stream.stream_id) + _varint(start)
+            room = left - 1 - len(head)
+            stop = min(sender._buffer_stop, self._credit(stream), start + room)
+            fin = stop == sender._buffer_fin
+            if room < 0 or stop < start or (stop == start and not fin) or not sender.can_read():
+                continue
+            kind = STREAM_WITH_OFFSET | fin
+            length = b""
+            if stop - start < room:
+                # Others may follow, so that this one has to say where it ends.
+                length = _varint(stop - start)
+                if stop - start + len(length) > room:
+                    stop -= len(length)
+                    fin = False
+                    kind = STREAM_WITH_OFFSET
+                    length = _varint(stop - start)
+                kind |= STREAM_LENGTH
+            parts += (bytes((kind,)), head, length, bytes(sender.read(start, stop)))
+            handlers.append((sender.on_data_delivery, (start, stop, fin)))
+            left -= 1 + len(head) + len(length) + stop - start
+            eliciting = True
+            self._took(stream, stop, fin=fin)
+            if left < MIN_FRAME_ROOM:
+                break
+        if not parts:
+            return False
+        batch.add(b"".join(parts), handlers, eliciting=eliciting)
+        return left == 0
+
+    def _sendable(self) -> Iterator[QuicStream]:
+        """The streams that may send, those with little to send first, then whose turn it is."""
+        for stream_id, stream in list(self._ready.items()):
+            if not SendPart.of(stream).has_fresh:
+                del self._ready[stream_id]
+        little: list[QuicStream] = []
+        much: list[QuicStream] = []
+        for stream in self._ready.values():
+            if stream.is_blocked:
+                continue
+            (
+                little if SendPart.of(stream).backlog < self._quic._max_datagram_size else much
+            ).append(stream)
+        yield from little
+        yield from much
+
+    def _took(self, stream: QuicStream, stop: int, *, fin: bool) -> None:
+        """Note what was taken of `stream`, and send it behind the others if it has more."""
+        sender = SendPart.of(stream)
+        before = sender.highest_offset
+        sender.sent(stop, fin=fin)
+        self._quic._remote_max_data_used += sender.highest_offset - before
+        assert stream.stream_id is not None
+        self._ready.pop(stream.stream_id, None)
+        if sender.has_fresh:
+            self._ready[stream.stream_id] = stream
+
+    def _ack_frame(self, space: Any, now: float, handlers: Handlers) -> bytes:
+        quic = self._quic
+        delay = int((now - space.largest_received_time) * 1e6) >> quic._local_ack_delay_exponent
+        handlers.append((quic._on_ack_delivery, (space, space.largest_received_packet)))
+        space.ack_at = None
+        ranges: RangeSet = space.ack_queue
+        frame = encode_ack(ranges, max(0, delay))
+        if len(ranges) > 1 and quic._packet_number % ACK_OF_ACK_EVERY == 0:
+            quic._ping_pending.append(0)
+        return frame
+
+    def _send_keys(self, context: CryptoContext) -> Keys:
+        if self._keys is None or self._keys_of is not context.aead:
+            self._keys_of = context.aead
+            self._keys = keys_of(context)
+        return self._keys
+
+
+class _Batch:
+    """A batch in the making, registered with loss recovery packet by packet."""
+
+    def __init__(self, quic: AdaptedConnection, keys: Keys, capacity: int, now: float) -> None:
+        self._quic = quic
+        self._now = now
+        self._size = quic._max_datagram_size
+        destination = quic._peer_cid.cid
+        self._sealer = Sealer(keys, destination, spin=quic._spin_bit, capacity=capacity)
+        self.room = self._size - Sealer.overhead(destination)
+        """Bytes of payload that one packet takes."""
+        self.packets = 0
+        self._eliciting = 0
+        self._space = quic._spaces[tls.Epoch.ONE_RTT]
+        self._on_packet_sent = quic._loss._cc.on_packet_sent
+
+    def add(self, payload: bytes, handlers: Handlers, *, eliciting: bool = True) -> None:
+        """Seal one packet."""
+        quic = self._quic
+        if len(payload) < MIN_PAYLOAD:
+            payload += bytes(MIN_PAYLOAD - len(payload))
+        number = quic._packet_number
+        size = self._sealer.add(number, payload)
+        quic._packet_number = number + 1
+        self.packets += 1
+        packet = SentPacket(number, self._now, size, eliciting, handlers)
+        self._space.sent_packets[number] = packet  # type: ignore[assignment]
+        if eliciting:
+            self._eliciting += 1
+            self._on_packet_sent(packet=packet)  # type: ignore[arg-type]
+
+    def finish(self) -> Transmit | None:
+        """Return the batch, and let timers, pacing and path know of it."""
+        if not self.packets:
+            return None
+        quic, now = self._quic, self._now
+        data = self._sealer.finish()
+        path = quic._network_paths[0]
+        path.bytes_sent += len(data)
+        if self._eliciting:
+            self._space.ack_eliciting_in_flight += self._eliciting
+            quic._loss._time_of_last_sent_ack_eliciting_packet = now
+            quic.pacer.took(len(data), now)
+            if not quic._ack_eliciting_sent_since_receipt:
+                quic._close_at = now + quic._idle_timeout()
+                quic._ack_eliciting_sent_since_receipt = True
+        return Transmit(data, self._size if self.packets > 1 else len(data), path.addr)
+
+
+def keys_of(context: CryptoContext) -> Keys:
+    """Return the keys of one direction as `sealing` takes them."""
+    assert context.aead is not None
+    assert context.hp is not None
+    is_chacha20 = context.hp._is_chacha20
+    return Keys(
+        aead=context.aead._aead,
+        iv=context.aead._iv,
+        mask=context.hp._mask if is_chacha20 else context.hp._encryptor.update,
+        masks_one=is_chacha20,
+        phase=context.key_phase,
+    )
+
+
+def encode_ack(received: RangeSet, delay: int) -> bytes:
+    """Return an ACK frame for the newest of `received` (RFC 9000 section 19.3)."""
+    newest_first = list(received)[: -MAX_ACK_RANGES_SENT - 1 : -1]
+    newest = newest_first[0]
+    out = [
+        bytes((ACK,)),
+        _varint(newest.stop - 1),
+        _varint(delay),
+        _varint(len(newest_first) - 1),
+        _varint(len(newest) - 1),
+    ]
+    start = newest.start
+    for older in newest_first[1:]:
+        out.append(_varint(start - older.stop - 1))
+        out.append(_varint(len(older) - 1))
+        start = older.start
+    return b"".join(out)
+
+
+def _varint(value: int) -> bytes:
+    """Encode an integer (RFC 9000 section 16)."""
+    if value < 0x40:
+        return value.to_bytes(1, "big")
+    if value < 0x4000:
+        return (value | 0x4000).to_bytes(2, "big")
+    if value < 0x40000000:
+        return (value | VARINT_4).to_bytes(4, "big")
+    return (value | VARINT_8).to_bytes(8, "big")
