@@ -217,6 +217,7 @@ class Driver:
             for transmit in core.control_to_send(now):
                 self._send(transmit)
             self._send_batches(core, now)
+            self._send_probe(core, now)
             self._report(core)
             if core not in self._again:
                 break
@@ -236,9 +237,20 @@ class Driver:
             if transmit is None:
                 break
             self._send(transmit)
+            self._report_oversized(core, now)
         if transmit is not None or self._backlog:
             self._busy[core] = None
             self._busier.set()
+
+    def _send_probe(self, core: ConnectionCore, now: float) -> None:
+        while not self._backlog and (probe := core.probe_to_send(now)) is not None:
+            self._send(probe)
+            self._report_oversized(core, now)
+
+    def _report_oversized(self, core: ConnectionCore, now: float) -> None:
+        if self.socket.oversized:
+            core.quic.refused(self.socket.oversized, now)
+            self.socket.oversized = 0
 
     async def _send_more(self) -> None:
         """Give each connection that has more to send its turn, again and again."""

@@ -325,13 +325,13 @@ class Stream(anyio.abc.ByteStream):
                     raise BufferGone(
                         "sending", peer=self.peer, why="its memory was given back meanwhile"
                     )
-                await self._check_writable()
                 below = len(view) - step.after(told, len(view))
                 come = len(view) - connection.core.unacknowledged(core, wake_below=below)
                 if come > told:
                     moved(come - told)
                     told = come
                 else:
+                    await self._check_writable()
                     await self._wait("send")
                     step.looked()
         finally:

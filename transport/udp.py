@@ -37,6 +37,11 @@ _UDP_GRO = 104
 _SEGMENT = struct.Struct("=H")
 _GRO_ANCILLARY = socket.CMSG_SPACE(4)
 
+# Linux: set the don't-fragment bit, and don't believe what routers say of their limits (ip(7)).
+_IP_MTU_DISCOVER = 10
+_IPV6_MTU_DISCOVER = 23
+_PMTUDISC_PROBE = 3
+
 # What is said to any segmented send where the way out can't do it.
 _NO_SEGMENTATION = frozenset({errno.EIO, errno.EOPNOTSUPP})
 
@@ -109,8 +114,11 @@ class UdpSocket:
         self.refused: dict[SocketAddress, Refusal] = {}
         self._segments = sys.platform == "linux"
         self._ask_to_join()
+        self._forbid_fragments()
         self._last_source: tuple[object, SocketAddress] = (None, ("", 0))
         self._reports_errors = self._ask_for_errors()
+        self.oversized = 0
+        """The size of a datagram that the way out could not take, since this was last set to 0."""
         self.has_errors = False
         """Whether the host has reported a destination unreachable since `errors` was last asked."""
         self.address: SocketAddress = self._plain(self._socket.getsockname())
@@ -203,6 +211,8 @@ class UdpSocket:
                 return False
             except OSError as error:
                 self._note(address, error)
+                if error.errno == errno.EMSGSIZE:
+                    self.oversized = len(data)
                 if error.errno in _ICMP_ERRORS:
                     self.has_errors = True
                     continue  # the report about an earlier datagram, perhaps to another peer
@@ -250,6 +260,15 @@ class UdpSocket:
         self.refused[address] = refusal
         if len(self.refused) > MAX_REFUSALS:
             del self.refused[next(iter(self.refused))]
+
+    def _forbid_fragments(self) -> None:
+        """Have no datagram fragmented, and each size be our own affair (RFC 9000 section 14)."""
+        if sys.platform != "linux":
+            return
+        if self._is_ipv6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE)
+        if not self._is_ipv6 or self.dual_stack:
+            self._socket.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE)
 
     def _ask_to_join(self) -> None:
         if sys.platform == "linux":

@@ -43,7 +43,7 @@ from transport import ProtocolError
 
 __all__ = ["PARSERS", "metas"]
 
-NBYTES = 1000
+NBYTES = 1 << 40
 SOURCE = NodeId(b"\x01" * 32)
 
 

@@ -34,8 +34,8 @@ MEMORY_FACTOR = 128
 """A value takes at most so many times the memory of its bytes: an empty map takes 64 for one."""
 
 MEMORY_SLACK = 1 << 20
-SECONDS = 0.5
-"""CPU time for a bomb: ten times what the dearest takes, and a hundredth of what n^2 would."""
+SECONDS = 2.0
+"""CPU time for a bomb: twenty times what the dearest takes, and a tenth of what n^2 would."""
 
 
 def as_received(parser: Parser, raw: Any) -> Any:

@@ -70,7 +70,11 @@ class Moves:
 
 @asynccontextmanager
 async def moves() -> AsyncIterator[Moves]:
-    small: dict[str, Any] = {"authorizer": Hesitant(), "stream_window": 64 << 10, "send_buffer": 64 << 10}
+    small: dict[str, Any] = {
+        "authorizer": Hesitant(),
+        "stream_window": 64 << 10,
+        "send_buffer": 64 << 10,
+    }
     async with together(node(**small), node(**small), node(**small)) as (a, b, client):
         at_a, at_b = await client.client(a, reconnect=True), await client.client(b, reconnect=True)
         # So that the one connection that nodes make for themselves is there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import anyio.to_thread
 import pytest
 import torch
 
@@ -93,11 +94,13 @@ async def test_offsets_and_sizes_of_more_than_so_many_bits(
 async def test_more_than_two_gibibytes_there_and_back(nodes: tuple[Node, Node, Node]) -> None:
     a, _, client = nodes
     at_a = await client.client(a)
-    tensor = _large()
+    # In threads: to look at that much takes seconds, which the event loop must not lose.
+    tensor = await anyio.to_thread.run_sync(_large)
     ref = await at_a.put(tensor, timeout=900)
-    assert torch.equal(a.store.get(ref.object_id).tensor, tensor)
+    arrived = a.store.get(ref.object_id).tensor
+    assert await anyio.to_thread.run_sync(torch.equal, arrived, tensor)
     back = await at_a.get(ref, timeout=900)
-    assert torch.equal(back, tensor)
+    assert await anyio.to_thread.run_sync(torch.equal, back, tensor)
 
 
 def _large() -> torch.Tensor:

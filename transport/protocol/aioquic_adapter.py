@@ -37,8 +37,12 @@ from aioquic.quic.connection import (
     QuicConnectionState,
     QuicReceiveContext,
 )
-from aioquic.quic.packet import QuicErrorCode, QuicFrameType
-from aioquic.quic.packet_builder import QuicPacketBuilder
+from aioquic.quic.packet import (
+    QuicErrorCode,
+    QuicFrameType,
+    pull_quic_transport_parameters,
+)
+from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder
 from aioquic.quic.recovery import QuicPacketSpace
 from aioquic.quic.stream import FinalSizeError, QuicStream, QuicStreamReceiver
 from cryptography.x509 import InvalidVersion
@@ -56,14 +60,15 @@ from transport.protocol.batch import (
 )
 from transport.protocol.events import ConnectionEnded, EndedBy
 from transport.protocol.pacing import BatchPacer
+from transport.protocol.path_mtu import BASE_SIZE, PathMtu
 
 __all__ = ["SUPPORTED_AIOQUIC", "AdaptedConnection", "client_configuration", "server_configuration"]
 
 SUPPORTED_AIOQUIC = "1.7."
 """The minor version whose internals this module was written against."""
 
-HANDSHAKE_DATAGRAM_SIZE = 1200
-"""UDP payload every path carries (RFC 9000 section 14); larger sizes must be probed for."""
+BLACK_HOLE_TIMEOUTS = 3
+"""Probe timeouts in a row after which larger datagrams than all paths carry are given up."""
 
 KEY_UPDATE_PACKETS = 1 << 22
 """Packets sent under one key. AES-GCM must not see more than 2^23 (RFC 9001 section 6.6)."""
@@ -160,6 +165,8 @@ class AdaptedConnection(QuicConnection):
         self._connection_window = configuration.max_data
         self._connection_consumed = 0
         self._stream_window = configuration.max_stream_data
+        self._mtu = PathMtu()
+        self._has_bulk = False
         self._posted: set[ReceivePart] = set()
         self._changed: dict[int, None] = {}
         self._writer = BatchWriter(self)
@@ -208,11 +215,14 @@ class AdaptedConnection(QuicConnection):
         return bool(stream_id & 1) != self._is_client
 
     def unacknowledged(self, stream_id: int) -> int:
-        """Bytes written to the stream that the peer has not acknowledged; 0 once it is reset."""
+        """Bytes written to the stream that the peer has not acknowledged."""
         stream = self._streams.get(stream_id)
-        if stream is None or stream.sender._reset_error_code is not None:
-            return 0
-        return _sender_backlog(stream)
+        return 0 if stream is None else _sender_backlog(stream)
+
+    def is_reset(self, stream_id: int) -> bool:
+        """Whether nothing more of the stream's data will be sent, or known to be acknowledged."""
+        stream = self._streams.get(stream_id)
+        return stream is None or stream.sender._reset_error_code is not None
 
     def is_spoiled(self, stream_id: int) -> bool:
         """Whether memory that was lent to the stream was gone before it was sent."""
@@ -323,6 +333,7 @@ class AdaptedConnection(QuicConnection):
         """Send `view` without a copy, as `SendPart.lend`."""
         stream = self._get_or_create_stream_for_send(stream_id)
         SendPart.of(stream).lend(view, is_intact, code)
+        self._has_bulk = True
         self._writer.offer(stream)
 
     def post(self, receiver: ReceivePart, target: memoryview) -> int:
@@ -374,6 +385,42 @@ class AdaptedConnection(QuicConnection):
         """Return the next datagrams that may leave, beside those of `datagrams_to_send`."""
         self._update_keys_in_time()
         return self._writer.write(now) if self._writer.can_write() else None
+
+    def write_probe(self, now: float) -> Transmit | None:
+        """Return a datagram that shows whether the path carries one of its size, if one is due."""
+        if not self._has_bulk or not self._writer.can_write():
+            return None
+        self._mtu.begin(now)
+        size = self._mtu.next_probe(now)
+        if size is None:
+            return None
+        self._mtu.sent(size)
+        return self._writer.write_probe(size, now)
+
+    def on_probe_delivery(self, delivery: QuicDeliveryState, size: int) -> None:
+        """Learn of what became of a probe."""
+        if delivery is QuicDeliveryState.LOST:
+            self._mtu.lost(size)
+        elif self._mtu.acknowledged(size):
+            self._set_datagram_size(size)
+
+    def refused(self, size: int, now: float) -> None:
+        """This host can't send datagrams of `size` bytes on the way they go now."""
+        if size > self._max_datagram_size:
+            self._mtu.refused(size)
+        elif size > BASE_SIZE:
+            self._mtu.shrunk(now)
+            self._set_datagram_size(BASE_SIZE)
+
+    @property
+    def datagram_size(self) -> int:
+        """UDP payload of a full packet, in bytes: what the path is known to carry."""
+        return self._max_datagram_size
+
+    def _set_datagram_size(self, size: int) -> None:
+        self._max_datagram_size = size
+        self.pacer._max_datagram_size = size
+        self._loss._cc._max_datagram_size = size  # type: ignore[attr-defined]
 
     def has_control(self, now: float) -> bool:
         """Whether there is something to send that only `datagrams_to_send` can."""
@@ -496,6 +543,8 @@ class AdaptedConnection(QuicConnection):
         was_open = not self.is_ended
         super().handle_timer(now)
         self._fell_silent = self._fell_silent or (was_open and self.is_ended)
+        if self._loss._pto_count >= BLACK_HOLE_TIMEOUTS:
+            self.refused(self._max_datagram_size, now)
 
     def _replenish_connection_ids(self) -> None:
         had = len(self._host_cids)
@@ -525,6 +574,12 @@ class AdaptedConnection(QuicConnection):
             assert stream.stream_id is not None
             stream.receiver = ReceivePart(stream.stream_id)
             stream.sender = SendPart(stream.stream_id)
+
+    def _parse_transport_parameters(self, data: bytes, from_session_ticket: bool = False) -> None:
+        super()._parse_transport_parameters(data, from_session_ticket)
+        largest = pull_quic_transport_parameters(Buffer(data=data)).max_udp_payload_size
+        if largest is not None:
+            self._mtu = PathMtu(largest)
 
     def _initialize(self, peer_cid: bytes) -> None:
         super()._initialize(peer_cid)
@@ -645,7 +700,7 @@ def _configuration(
         idle_timeout=idle,
         max_data=max_data,
         max_stream_data=max_stream_data,
-        max_datagram_size=HANDSHAKE_DATAGRAM_SIZE,
+        max_datagram_size=BASE_SIZE,
     )
     configuration.certificate = certificate_for(key)
     configuration.private_key = key.private

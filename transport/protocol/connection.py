@@ -155,6 +155,15 @@ class ConnectionCore:
         self.bytes_sent += size
         return [Transmit(data, len(data), address) for data, address in out]
 
+    def probe_to_send(self, now: float) -> Transmit | None:
+        """Return a datagram larger than the path is known to carry, if it is time for one."""
+        if self.ended is not None or self.peer is None:
+            return None
+        probe = self.quic.write_probe(now)
+        if probe is not None:
+            self.bytes_sent += len(probe.data)
+        return probe
+
     def batch_to_send(self, now: float) -> Transmit | None:
         """Return the next batch of datagrams that may leave now, None if there is none.
 
@@ -171,6 +180,8 @@ class ConnectionCore:
     def datagrams_to_send(self, now: float) -> list[Datagram]:
         """Return all datagrams that may leave now, one by one, each with its address."""
         out = [(bytes(data), address) for data, _, address in self.control_to_send(now)]
+        if (probe := self.probe_to_send(now)) is not None:
+            out.append((bytes(probe.data), probe.address))
         while (batch := self.batch_to_send(now)) is not None:
             out += [
                 (bytes(batch.data[start : start + batch.segment]), batch.address)
@@ -366,7 +377,7 @@ class ConnectionCore:
             self._blocked.discard(stream_id)
             self._events.append(StreamChanged(stream_id))
         for stream_id, left in list(self._awaiting.items()):
-            if self.quic.unacknowledged(stream_id) <= left:
+            if self.quic.unacknowledged(stream_id) <= left or self.quic.is_reset(stream_id):
                 del self._awaiting[stream_id]
                 self._events.append(StreamChanged(stream_id))
 
@@ -442,6 +453,9 @@ class ConnectionCore:
             self._events.append(StreamChanged(stream.stream_id))
 
     def _stop(self, stream: StreamCore, code: int) -> None:
+        # What was received is acknowledged first: whoever waits for that is not to take the end of
+        # our interest for a loss.
+        self._wrote = True
         if not self.quic.is_discarded(stream.stream_id):
             self.quic.stop_stream(stream.stream_id, code)
 

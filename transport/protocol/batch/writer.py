@@ -129,6 +129,15 @@ class BatchWriter:
                 ran_dry()
         return batch.finish()
 
+    def write_probe(self, size: int, now: float) -> Transmit | None:
+        """Return one datagram of `size` bytes that says nothing: its fate does (RFC 8899)."""
+        quic = self._quic
+        keys = self._send_keys(quic._cryptos[tls.Epoch.ONE_RTT].send)
+        batch = _Batch(quic, keys, size, now)
+        payload = bytes((PING,)) + bytes(size - Sealer.overhead(quic._peer_cid.cid) - 1)
+        batch.add_probe(payload, [(quic.on_probe_delivery, (size,))])
+        return batch.finish()
+
     # -- how much
 
     def _allowance(self, now: float) -> int:
@@ -298,6 +307,17 @@ class _Batch:
         if eliciting:
             self._eliciting += 1
             self._on_packet_sent(packet=packet)  # type: ignore[arg-type]
+
+    def add_probe(self, payload: bytes, handlers: Handlers) -> None:
+        """Seal one packet whose loss says nothing about congestion."""
+        number = self._quic._packet_number
+        size = self._sealer.add(number, payload)
+        self._quic._packet_number = number + 1
+        packet = SentPacket(number, self._now, size, True, handlers)
+        packet.in_flight = False
+        self._space.sent_packets[number] = packet  # type: ignore[assignment]
+        self.packets += 1
+        self._eliciting += 1
 
     def finish(self) -> Transmit | None:
         """Return the batch, and let timers, pacing and path know of it."""
