@@ -21,6 +21,7 @@ command when the error ends it.
     │   ├── PeerLost                 3  the peer vanished: killed, unplugged, or silent for too long
     │   ├── ProtocolError            1  bytes that break the protocol
     │   ├── StreamReset              1  the other side gave up on one stream
+    │   ├── BufferGone               1  memory lent to a transfer was given back before it was sent
     │   ├── DeadlineExceeded         5  the time given for an operation ran out
     │   ├── LimitExceeded            1  a bound of this node or of the peer was reached
     │   ├── ServiceUnknown           1  the peer offers no such service
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from transport.errors import (
         AddressError,
         AddressInUse,
+        BufferGone,
         ConnectionClosed,
         ConnectTimeout,
         DeadlineExceeded,
@@ -98,6 +100,7 @@ __all__ = [
     "AccessDenied",
     "AddressError",
     "AddressInUse",
+    "BufferGone",
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -170,6 +173,7 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
                 (
                     "AddressError",
                     "AddressInUse",
+                    "BufferGone",
                     "ConnectionClosed",
                     "ConnectTimeout",
                     "DeadlineExceeded",

@@ -274,10 +274,12 @@ class QuicExchange:
         )
 
     def _post(self, post: Callable[[], None], transfer: Transfer, deadline: float | None) -> None:
+        has_left = self._left  # now: what was posted before is sent, though the loop comes later
+
         def run() -> None:
             if self.failure is not None:
                 transfer.finish(self.failure)
-            elif self._left:
+            elif has_left:
                 transfer.finish(self._ended())
             else:
                 try:
@@ -330,6 +332,7 @@ class QuicExchange:
         return sum(link.written for link in self._links.values())
 
     async def _leave(self, timeout: float) -> None:
+        self._take_calls()  # what was posted before is sent before, whichever task comes first
         written = -1
         while written != (written := self._written()):
             with anyio.move_on_after(DELIVERY_SECONDS):

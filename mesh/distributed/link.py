@@ -53,9 +53,6 @@ MESSAGE_COST = 256
 MAX_CHANNELS = 1 << 16
 """Most tags that a pair may use in a group's life."""
 
-PROGRESS_BYTES = 1 << 20
-"""How much of a message is written before `Link.written` shows it."""
-
 CONTROL_BATCH = 64
 """Control entries in one message."""
 
@@ -128,7 +125,7 @@ class Link:
     Attributes:
         attached: set once both streams are there.
         ended: set once the link carries nothing any more.
-        written: grows as messages are written.
+        written: bytes of messages that the other side has taken.
     """
 
     def __init__(self, owner: LinkOwner, peer: int) -> None:
@@ -287,9 +284,7 @@ class Link:
                     await stream.send(header + send.payload)
                 else:
                     await stream.send(header)
-                    for start in range(0, len(send.payload), PROGRESS_BYTES):
-                        await stream.send(send.payload[start : start + PROGRESS_BYTES])
-                        self.written += 1
+                    await stream.send_lent(send.payload, moved=self._moved)
                 self._writing = None
                 send.transfer.finish()
                 del send  # and with it the memory that it kept alive
@@ -299,6 +294,9 @@ class Link:
                 return
             await self._data_event.wait()
             self._data_event = anyio.Event()
+
+    def _moved(self, nbytes: int) -> None:
+        self.written += nbytes
 
     def _has_queued(self) -> bool:
         return any(outgoing.queue for outgoing in self._outgoing.values())

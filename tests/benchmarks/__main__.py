@@ -17,23 +17,51 @@ from rich.table import Table
 
 from tests.benchmarks import gloo, ours, stock_aioquic
 from tests.benchmarks.harness import QUIET_SHARE, other_load
+from tests.benchmarks.ours import Quicmesh
+from tests.benchmarks.qh3_peer import Qh3
+from tests.benchmarks.tcp import Tcp
 
-CONTENDERS = {"quicmesh": ours, "stock aioquic": stock_aioquic, "gloo (plain TCP)": gloo}
+SMALL = {
+    "quicmesh": Quicmesh(),
+    "quicmesh on trio": Quicmesh("trio"),
+    "stock aioquic": stock_aioquic,
+    "qh3": Qh3(),
+    "gloo (plain TCP)": gloo,
+    "TCP": Tcp(is_tls=False),
+}
+"""Who takes part in round trips."""
+
+BULK = {
+    "quicmesh": Quicmesh(),
+    "quicmesh at 8952": Quicmesh(datagram=8952),
+    "quicmesh at 1452": Quicmesh(datagram=1452),
+    "quicmesh at 1452 on trio": Quicmesh("trio", 1452),
+    "stock aioquic": stock_aioquic,
+    "qh3 at 1452": Qh3(1452),
+    "gloo (plain TCP)": gloo,
+    "TCP": Tcp(is_tls=False),
+    "TLS over TCP": Tcp(is_tls=True),
+}
+"""Who takes part in bulk transfers. A number is the size of datagrams, in bytes."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=1000, help="small messages per round")
-    parser.add_argument("--bytes", type=int, default=32 << 20, help="one-way bytes per round")
+    parser.add_argument("--bytes", type=int, default=64 << 20, help="one-way bytes per round")
     parser.add_argument("--flat-calls", type=int, default=20_000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if (load := other_load()) > QUIET_SHARE:
         print(f"warning: others use {load:.0%} of this machine", file=sys.stderr)
     rows = [
-        *compare("64 B round trip, p50, us", options.rounds, lambda it: p50(it, options.calls)),
-        *compare("one way, MB/s", options.rounds, lambda it: it.throughput(options.bytes) / 1e6),
+        *compare(
+            SMALL, "64 B round trip, p50, us", options.rounds, lambda it: p50(it, options.calls)
+        ),
+        *compare(
+            BULK, "one way, MB/s", options.rounds, lambda it: it.throughput(options.bytes) / 1e6
+        ),
     ]
     if options.json:
         for row in rows:
@@ -56,11 +84,13 @@ def p50(contender: object, calls: int) -> float:
     return statistics.median(contender.latencies(calls)) * 1e6
 
 
-def compare(figure: str, rounds: int, measure: Callable[[object], float]) -> list[dict]:
+def compare(
+    contenders: dict[str, object], figure: str, rounds: int, measure: Callable[[object], float]
+) -> list[dict]:
     """Return a row for each contender, with its ratio to ours."""
-    values: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    values: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, contender in CONTENDERS.items():
+        for name, contender in contenders.items():
             values[name].append(measure(contender))
     base = statistics.median(values["quicmesh"])
     return [

@@ -40,8 +40,9 @@ SHORTEST_SECONDS = 10.0
 PROBE_RTT_SECONDS = 0.2
 """How long the shortest round trip is believed, and how long little is in flight to measure it."""
 
-HOLDING_SECONDS = 0.002
-"""What an acknowledgement held back, and two event loops, add to any round trip."""
+HOLDING_SECONDS = 0.005
+"""What an acknowledgement held back, two event loops, and busy hosts may add to any round trip. The
+window leaves room for it: a host that was late must not look like a path that has become slow."""
 
 HEAVY_LOSS = 0.1
 LOSS_BACKOFF = 0.7

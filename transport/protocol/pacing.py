@@ -75,7 +75,7 @@ class BatchPacer:
 
     def update_rate(self, congestion_window: int, smoothed_rtt: float) -> None:
         """Ask the controller for the rate, or derive it. As upstream."""
-        if smoothed_rtt < UNPACED_ROUND_TRIP:
+        if getattr(self._controller, "shortest", smoothed_rtt) < UNPACED_ROUND_TRIP:
             self._rate = math.inf
             return
         rate = getattr(self._controller, "pacing_rate", None)
