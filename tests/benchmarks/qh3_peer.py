@@ -1,4 +1,4 @@
-"""qh3: QUIC in Rust, reached from Python, on a plain poll loop with segmented sends and receives."""
+"""qh3: QUIC in Rust, reached from Python, on a plain poll loop with segmentation offload."""
 
 from __future__ import annotations
 
