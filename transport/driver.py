@@ -238,6 +238,8 @@ class Driver:
                 break
             self._send(transmit)
             self._report_oversized(core, now)
+            if not core.has_stream_data:
+                return
         if transmit is not None or self._backlog:
             self._busy[core] = None
             self._busier.set()

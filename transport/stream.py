@@ -32,6 +32,9 @@ __all__ = ["Stream"]
 
 DEFAULT_CHUNK = 65536
 
+POST_BYTES = 1 << 16
+"""Memory of this size and more is posted for what is to come: below, a copy costs less."""
+
 LEAST_STEP, GREATEST_STEP = 1 << 18, 1 << 22
 """How much of a bulk transfer moves between two looks at it, in bytes: less when it is slow, so
 that a deadline can be kept to, more when it is fast, as a look costs as much as a batch."""
@@ -130,7 +133,11 @@ class Stream(anyio.abc.ByteStream):
         """
         with self._reading:
             await self._skip_reply()
-            await self._fill_in_place(target, moved or _ignore)
+            if len(target) < POST_BYTES:
+                await self._fill(target)
+                (moved or _ignore)(len(target))
+            else:
+                await self._fill_in_place(target, moved or _ignore)
         return len(target)
 
     async def receive_message(self, max_size: int = DEFAULT_CHUNK) -> CborValue:

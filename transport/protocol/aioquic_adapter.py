@@ -386,6 +386,11 @@ class AdaptedConnection(QuicConnection):
         self._update_keys_in_time()
         return self._writer.write(now) if self._writer.can_write() else None
 
+    @property
+    def has_stream_data(self) -> bool:
+        """Whether some stream has data that no batch has carried yet."""
+        return self._writer.has_data
+
     def write_probe(self, now: float) -> Transmit | None:
         """Return a datagram that shows whether the path carries one of its size, if one is due."""
         if not self._has_bulk or not self._writer.can_write():

@@ -164,6 +164,11 @@ class ConnectionCore:
             self.bytes_sent += len(probe.data)
         return probe
 
+    @property
+    def has_stream_data(self) -> bool:
+        """Whether some stream has data that was never sent, whatever holds it back."""
+        return self.quic.has_stream_data
+
     def batch_to_send(self, now: float) -> Transmit | None:
         """Return the next batch of datagrams that may leave now, None if there is none.
 
