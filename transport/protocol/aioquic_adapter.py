@@ -1,4 +1,4 @@
-"""The one module that touches aioquic's private attributes (pinned to its minor version 1.7).
+"""The module that touches aioquic's private attributes, with `batch` (pinned to minor version 1.7).
 
 aioquic's sans-I/O connection does the QUIC; what it lacks is added here by overriding it:
 
