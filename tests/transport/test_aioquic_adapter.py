@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import aioquic
 import pytest
 from aioquic import tls
+from aioquic.quic.congestion.base import create_congestion_control
 from aioquic.quic.connection import (
     Limit,
     QuicConnection,
@@ -38,11 +40,14 @@ from transport.protocol.aioquic_adapter import (
     server_configuration,
 )
 from transport.protocol.batch import ReceivePart, SendPart
+from transport.protocol.batch import connection as batch_connection
+from transport.protocol.pacing import BatchPacer
 
 ADAPTER = Path(aioquic_adapter.__file__)
 BATCH = sorted(Path(batch.__file__).parent.glob("*.py"))
-TREE = ast.parse(ADAPTER.read_text())
-(CLASS,) = (node for node in TREE.body if isinstance(node, ast.ClassDef))
+CONNECTION = Path(batch_connection.__file__)
+TREES = [ast.parse(path.read_text()) for path in (ADAPTER, CONNECTION)]
+CLASSES = [node for tree in TREES for node in tree.body if isinstance(node, ast.ClassDef)]
 
 CHANGED = (
     "aioquic has changed: {what}. Read the difference between the versions, adapt "
@@ -74,6 +79,8 @@ OWNERS: dict[str, object] = {
         peer_completed_address_validation=True,
         send_probe=lambda: None,
     ),
+    "self._loss._cc": create_congestion_control("cubic", max_datagram_size=1200),
+    "self.pacer": BatchPacer(None, max_datagram_size=1200),
     "stream": QuicStream(stream_id=0),
     "stream.sender": SendPart(0),
     "stream.receiver": ReceivePart(0),
@@ -93,7 +100,7 @@ OWNERS: dict[str, object] = {
 
 OWN = {
     target.attr
-    for node in ast.walk(CLASS)
+    for node in itertools.chain(*map(ast.walk, CLASSES))
     for target in (
         node.targets
         if isinstance(node, ast.Assign)
@@ -104,13 +111,17 @@ OWN = {
     if isinstance(target, ast.Attribute)
     and isinstance(target.value, ast.Name)
     and target.value.id == "self"
-} | {node.name for node in ast.walk(CLASS) if isinstance(node, ast.FunctionDef)}
+} | {
+    node.name
+    for node in itertools.chain(*map(ast.walk, CLASSES))
+    if isinstance(node, ast.FunctionDef)
+}
 """What the adapter itself adds to ``self``."""
 
 
 def uses() -> Iterator[tuple[str, str]]:
     """Every attribute the adapter uses, with the expression it is used on."""
-    for node in ast.walk(TREE):
+    for node in itertools.chain(*map(ast.walk, TREES)):
         if isinstance(node, ast.Attribute):
             yield ast.unparse(node.value), node.attr
 
@@ -194,6 +205,8 @@ BATCH_OWNERS: dict[str, Callable[[], object]] = {
 
 def batch_uses() -> Iterator[tuple[str, str]]:
     for path in BATCH:
+        if path == CONNECTION:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 owner = ast.unparse(node.value).removeprefix("self._")
@@ -231,14 +244,18 @@ def test_every_name_that_batches_use_is_there() -> None:
 
 
 OVERRIDES = sorted(
-    node.name
-    for node in CLASS.body
-    if isinstance(node, ast.FunctionDef)
-    and node.name in vars(QuicConnection)
-    and node.name != "__init__"
+    {
+        node.name
+        for made in CLASSES
+        for node in made.body
+        if isinstance(node, ast.FunctionDef)
+        and node.name in vars(QuicConnection)
+        and node.name != "__init__"
+    }
 )
 
 SIGNATURES = {
+    "_parse_transport_parameters": "(self, data, from_session_ticket=False)",
     "_get_or_create_stream": "(self, frame_type, stream_id)",
     "_get_or_create_stream_for_send": "(self, stream_id)",
     "_handle_crypto_frame": "(self, context, frame_type, buf)",

@@ -108,7 +108,7 @@ def test_the_end_of_a_stream_may_come_alone() -> None:
 
 
 def test_keys_are_changed_in_the_middle_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.protocol.aioquic_adapter.KEY_UPDATE_PACKETS", 50)
+    monkeypatch.setattr("transport.protocol.batch.connection.KEY_UPDATE_PACKETS", 50)
     world = World(seed=1, link=Link(jitter=0.004, loss=0.01))
     dialer, listener = connect(world)
     dialer.core.quic._key_update_at = 50

@@ -28,11 +28,6 @@ from aioquic import tls
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import (
-    CONNECTION_LIMIT_FRAME_CAPACITY,
-    MAX_STREAM_DATA_FRAME_CAPACITY,
-    Limit,
-    NetworkAddress,
-    QuicConnection,
     QuicConnectionError,
     QuicConnectionState,
     QuicReceiveContext,
@@ -40,51 +35,28 @@ from aioquic.quic.connection import (
 from aioquic.quic.packet import (
     QuicErrorCode,
     QuicFrameType,
-    pull_quic_transport_parameters,
 )
-from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder
-from aioquic.quic.recovery import QuicPacketSpace
-from aioquic.quic.stream import FinalSizeError, QuicStream, QuicStreamReceiver
+from aioquic.quic.stream import QuicStreamReceiver
 from cryptography.x509 import InvalidVersion
 
 from auth import IdentityError, NodeId, SecretKey, certificate_for, node_id_of_certificate
 from transport.codes import plain_text
 from transport.protocol import congestion
-from transport.protocol.batch import (
-    BatchReader,
-    BatchWriter,
-    ReceivedWindow,
-    ReceivePart,
-    SendPart,
-    Transmit,
-)
+from transport.protocol.batch import BatchConnection
 from transport.protocol.events import ConnectionEnded, EndedBy
-from transport.protocol.pacing import BatchPacer
-from transport.protocol.path_mtu import BASE_SIZE, PathMtu
+from transport.protocol.path_mtu import BASE_SIZE
 
 __all__ = ["SUPPORTED_AIOQUIC", "AdaptedConnection", "client_configuration", "server_configuration"]
 
 SUPPORTED_AIOQUIC = "1.7."
 """The minor version whose internals this module was written against."""
 
-BLACK_HOLE_TIMEOUTS = 3
-"""Probe timeouts in a row after which larger datagrams than all paths carry are given up."""
-
-KEY_UPDATE_PACKETS = 1 << 22
-"""Packets sent under one key. AES-GCM must not see more than 2^23 (RFC 9001 section 6.6)."""
-
 MAX_CRYPTO_BYTES = 1 << 14
 """Handshake bytes accepted of a peer per epoch: ours come to 2 KB. Upstream collects a message of
 up to 16 MiB from anybody, copying all of it anew with every packet."""
 
 MAX_CRYPTO_GAPS = 16
-BYTES_PER_GAP = 2048
-"""Gaps in the data of one stream cost a linear search for each frame: as many are accepted as the
-loss of every second full packet of a window leaves, and no more."""
-
-POSTED_WINDOW = 32 << 20
-"""How far the peer may be ahead, in bytes, in memory that the application has posted: enough for
-1 GB/s over 30 ms. What is posted is bounded by whoever allocated it."""
+"""Gaps in them cost a linear search for each frame."""
 
 if not aioquic.__version__.startswith(SUPPORTED_AIOQUIC):
     raise ImportError(
@@ -124,8 +96,8 @@ def server_configuration(
     return configuration
 
 
-class AdaptedConnection(QuicConnection):
-    """`aioquic.quic.connection.QuicConnection` with mutual authentication and credit.
+class AdaptedConnection(BatchConnection):
+    """A connection with mutual authentication, and bounds on what a stranger can do to it.
 
     Args:
         expected_peer: the node id a dialer insists on; None for a listener, which learns it.
@@ -145,6 +117,7 @@ class AdaptedConnection(QuicConnection):
     ) -> None:
         super().__init__(
             configuration=configuration,
+            max_streams=max_streams,
             original_destination_connection_id=original_destination_connection_id,
             retry_source_connection_id=retry_source_connection_id,
         )
@@ -152,8 +125,6 @@ class AdaptedConnection(QuicConnection):
         """The peer's key, once its certificate was seen; proven when the handshake completes."""
         self.peer_error: IdentityError | None = None
         """Why the peer's certificate was refused, if it was."""
-        self.last_heard: float | None = None
-        """When the last authentic packet arrived."""
 
         self._new_connection_id = new_connection_id
         first = self._host_cids[0]
@@ -161,22 +132,6 @@ class AdaptedConnection(QuicConnection):
         self.host_cid = self._local_initial_source_connection_id = first.cid
         self._expected_peer = expected_peer
         self._fell_silent = False
-        self._key_update_at = KEY_UPDATE_PACKETS
-        self._connection_window = configuration.max_data
-        self._connection_consumed = 0
-        self._stream_window = configuration.max_stream_data
-        self._mtu = PathMtu()
-        self._has_bulk = False
-        self._posted: set[ReceivePart] = set()
-        self._changed: dict[int, None] = {}
-        self._writer = BatchWriter(self)
-        self._reader = BatchReader(self)
-        self.pacer = BatchPacer(self._loss._cc, max_datagram_size=self._max_datagram_size)
-        self._loss._pacer = self.pacer  # type: ignore[assignment]
-        self._max_streams = max_streams
-        _set_limit(self._local_max_streams_bidi, max_streams)
-        # Unidirectional streams carry nothing in any protocol here.
-        _set_limit(self._local_max_streams_uni, 0)
 
     # -- what the protocol half asks
 
@@ -200,51 +155,6 @@ class AdaptedConnection(QuicConnection):
         """Whether a close was sent or received, or is about to be sent."""
         return self._close_event is not None
 
-    @property
-    def stream_limit(self) -> int:
-        """Bidirectional streams the peer lets us open, counted from the first."""
-        return self._remote_max_streams_bidi
-
-    @property
-    def streams_left(self) -> int:
-        """Bidirectional streams the peer would still let us open."""
-        return self.stream_limit - self._local_next_stream_id_bidi // 4
-
-    def is_local_stream(self, stream_id: int) -> bool:
-        """Whether this side opened the stream (RFC 9000 section 2.1)."""
-        return bool(stream_id & 1) != self._is_client
-
-    def unacknowledged(self, stream_id: int) -> int:
-        """Bytes written to the stream that the peer has not acknowledged."""
-        stream = self._streams.get(stream_id)
-        return 0 if stream is None else _sender_backlog(stream)
-
-    def is_reset(self, stream_id: int) -> bool:
-        """Whether nothing more of the stream's data will be sent, or known to be acknowledged."""
-        stream = self._streams.get(stream_id)
-        return stream is None or stream.sender._reset_error_code is not None
-
-    def is_spoiled(self, stream_id: int) -> bool:
-        """Whether memory that was lent to the stream was gone before it was sent."""
-        stream = self._streams.get(stream_id)
-        return stream is not None and SendPart.of(stream).is_spoiled
-
-    def is_flushed(self) -> bool:
-        """Whether the peer acknowledged all that was written, ends and resets included."""
-        return all(
-            stream.sender.is_finished
-            or (
-                _sender_backlog(stream) == 0
-                and stream.sender._buffer_fin is None
-                and stream.sender._reset_error_code is None
-            )
-            for stream in self._streams.values()
-        )
-
-    def is_discarded(self, stream_id: int) -> bool:
-        """Whether aioquic has no state for the stream (any more)."""
-        return stream_id not in self._streams
-
     def end_of_connection(self) -> ConnectionEnded | None:
         """How the connection ended, as soon as that is certain (upstream tells 3 PTOs later)."""
         end = self._close_event
@@ -258,298 +168,13 @@ class AdaptedConnection(QuicConnection):
         # CONNECTION_CLOSE of type 0x1d carries no frame type: that one is the application's.
         return ConnectionEnded(by, end.error_code, reason, end.frame_type is None)
 
-    # -- credit
-
-    def admit(self, *, max_streams: int, connection_window: int) -> None:
-        """Lift the narrow limits of a peer that is not yet authorized."""
-        # The limit counts from the first stream, so that those already closed stay counted.
-        self._local_max_streams_bidi.value += max(0, max_streams - self._max_streams)
-        self._max_streams = max(max_streams, self._max_streams)
-        self._connection_window = connection_window
-        window_end = self._connection_consumed + connection_window
-        self._local_max_data.value = max(self._local_max_data.value, window_end)
-
-    def consume(self, stream_id: int, count: int) -> bool:
-        """Note that the application took `count` bytes; return whether the peer should be told."""
-        self.discard(count)
-        return self.owes_credit(stream_id)
-
-    def owes_credit(self, stream_id: int) -> bool:
-        """Whether the peer should be told that it may send more."""
-        stream = self._streams.get(stream_id)
-        if stream is not None and not stream.receiver.is_finished and self._stream_credit(stream):
-            return True
-        return bool(self._connection_credit())
-
-    def discard(self, count: int) -> None:
-        """Note that `count` bytes went nowhere: room for other streams, but not for theirs."""
-        self._connection_consumed += count
-
-    def acknowledge_with_data(self, now: float) -> None:
-        """Let an acknowledgement that is still held back travel with the data that now leaves.
-
-        Upstream lets it wait for its own packet: twice the packets where requests alternate.
-        """
-        space = self._spaces[tls.Epoch.ONE_RTT]
-        if space.ack_at is not None:
-            space.ack_at = min(space.ack_at, now)
-
-    def received_total(self, stream_id: int) -> int | None:
-        """The highest offset received on the stream, None once aioquic discarded it."""
-        stream = self._streams.get(stream_id)
-        return None if stream is None else stream.receiver.highest_offset
-
-    def _connection_credit(self) -> int:
-        """New MAX_DATA value if it is worth a frame: half a window has been consumed since."""
-        posted = sum(receiver.posted for receiver in self._posted)
-        window = self._connection_window + min(posted, POSTED_WINDOW)
-        target = self._connection_consumed + window
-        return target if target - self._local_max_data.value >= window // 2 else 0
-
-    def _stream_credit(self, stream: QuicStream) -> int:
-        receiver = ReceivePart.of(stream)
-        window = self._stream_window + min(receiver.posted, POSTED_WINDOW)
-        target = receiver.consumed + window
-        return target if target - stream.max_stream_data_local >= window // 2 else 0
-
-    # -- streams
-
-    def receive_part(self, stream_id: int) -> ReceivePart:
-        """Return the receiving part of the stream; an empty one if the stream is gone."""
-        stream = self._streams.get(stream_id)
-        return ReceivePart(stream_id) if stream is None else ReceivePart.of(stream)
-
-    def send_stream_data(
-        self, stream_id: int, data: bytes | memoryview, end_stream: bool = False
-    ) -> None:
-        """As upstream, in batches where possible."""
-        stream = self._get_or_create_stream_for_send(stream_id)
-        SendPart.of(stream).write(data, end_stream)
-        self._writer.offer(stream)
-
-    def lend_stream_data(
-        self, stream_id: int, view: memoryview, is_intact: Callable[[], bool], code: int
-    ) -> None:
-        """Send `view` without a copy, as `SendPart.lend`."""
-        stream = self._get_or_create_stream_for_send(stream_id)
-        SendPart.of(stream).lend(view, is_intact, code)
-        self._has_bulk = True
-        self._writer.offer(stream)
-
-    def post(self, receiver: ReceivePart, target: memoryview) -> int:
-        """Have the stream's next bytes written to `target`; return how many were there already."""
-        taken = receiver.post(target)
-        self.discard(taken)
-        if receiver.posted:
-            self._posted.add(receiver)
-        return taken
-
-    def withdraw(self, receiver: ReceivePart) -> None:
-        """Take back the memory that was posted for the stream."""
-        receiver.withdraw()
-        self._posted.discard(receiver)
-
-    def take_back(self, stream_id: int) -> None:
-        """Let go of the memory that was lent to the stream, which can then only be reset."""
-        stream = self._streams.get(stream_id)
-        if stream is not None:
-            SendPart.of(stream).drop()
-
-    def take_changed(self) -> list[int]:
-        """Return the streams that the application should look at, each once."""
-        changed = list(self._changed)
-        self._changed.clear()
-        return changed
-
-    def drop_streams(self) -> None:
-        """The connection is over: let go of the memory that was lent and posted."""
-        for receiver in list(self._posted):
-            self.withdraw(receiver)
-        for stream in self._streams.values():
-            SendPart.of(stream).drop()
-
-    # -- batches
-
-    def receive_batch(
-        self, data: bytearray, size: int, segment: int, address: NetworkAddress, now: float
-    ) -> list[tuple[int, int]]:
-        """Take the datagrams in ``data[:size]``, one in every `segment` bytes.
-
-        Returns the ranges of those that have to be taken by `receive_datagram`.
-        """
-        if self._reader.can_read(address):
-            return self._reader.read(data, size, segment, now)
-        return [(start, min(start + segment, size)) for start in range(0, size, segment)]
-
-    def write_batch(self, now: float) -> Transmit | None:
-        """Return the next datagrams that may leave, beside those of `datagrams_to_send`."""
-        self._update_keys_in_time()
-        return self._writer.write(now) if self._writer.can_write() else None
-
-    @property
-    def has_stream_data(self) -> bool:
-        """Whether some stream has data that no batch has carried yet."""
-        return self._writer.has_data
-
-    def write_probe(self, now: float) -> Transmit | None:
-        """Return a datagram that shows whether the path carries one of its size, if one is due."""
-        if not self._has_bulk or not self._writer.can_write():
-            return None
-        self._mtu.begin(now)
-        size = self._mtu.next_probe(now)
-        if size is None:
-            return None
-        self._mtu.sent(size)
-        return self._writer.write_probe(size, now)
-
-    def on_probe_delivery(self, delivery: QuicDeliveryState, size: int) -> None:
-        """Learn of what became of a probe."""
-        if delivery is QuicDeliveryState.LOST:
-            self._mtu.lost(size)
-        elif self._mtu.acknowledged(size):
-            self._set_datagram_size(size)
-
-    def refused(self, size: int, now: float) -> None:
-        """This host can't send datagrams of `size` bytes on the way they go now."""
-        if size > self._max_datagram_size:
-            self._mtu.refused(size)
-        elif size > BASE_SIZE:
-            self._mtu.shrunk(now)
-            self._set_datagram_size(BASE_SIZE)
-
-    @property
-    def datagram_size(self) -> int:
-        """UDP payload of a full packet, in bytes: what the path is known to carry."""
-        return self._max_datagram_size
-
-    def _set_datagram_size(self, size: int) -> None:
-        self._max_datagram_size = size
-        self.pacer._max_datagram_size = size
-        self._loss._cc._max_datagram_size = size  # type: ignore[attr-defined]
-
-    def has_control(self, now: float) -> bool:
-        """Whether there is something to send that only `datagrams_to_send` can."""
-        if not self._writer.can_write():
-            self._writer.hand_over()
-            return True
-        self._discard_finished_streams()
-        self._pacing_at = None  # set again by what comes next, if it is held back
-        path = self._network_paths[0]
-        crypto = self._crypto_streams[tls.Epoch.ONE_RTT].sender
-        streams = self._local_max_streams_bidi
-        return bool(
-            self._ping_pending
-            or self._probe_pending
-            or path.remote_challenges
-            or self._handshake_done_pending
-            or self._retire_connection_ids
-            or self._streams_blocked_pending
-            or self._datagrams_pending
-            or not crypto.buffer_is_empty
-            or len(self._network_paths) > 1
-            or self._remote_preferred_address is not None
-            or self._local_max_data.value != self._local_max_data.sent
-            or self._connection_credit()
-            or streams.sent - streams.used < streams.value - streams.sent
-            or any(not issued.was_sent for issued in self._host_cids)
-            or any(self._stream_has_control(stream) for stream in self._streams_queue)
-        )
-
-    def _stream_has_control(self, stream: QuicStream) -> bool:
-        sender, receiver = stream.sender, stream.receiver
-        return bool(
-            not sender.buffer_is_empty
-            or sender.reset_pending
-            or receiver.stop_pending
-            or (
-                not receiver.is_finished
-                and (
-                    stream.max_stream_data_local != stream.max_stream_data_local_sent
-                    or self._stream_credit(stream)
-                )
-            )
-        )
-
-    def _discard_finished_streams(self) -> None:
-        """Forget streams that are over, as upstream does only with a packet in its hands."""
-        finished = [stream for stream in self._streams_queue if stream.is_finished]
-        for stream in finished:
-            assert stream.stream_id is not None
-            del self._streams[stream.stream_id]
-            self._streams_queue.remove(stream)
-            if not self.is_local_stream(stream.stream_id):
-                self._local_max_streams_bidi.value += 1
-
-    def stream_received(
-        self, stream: QuicStream, offset: int, data: memoryview, *, fin: bool
-    ) -> None:
-        """Take the bytes of one frame."""
-        new = self._check_flow(stream, offset + len(data))
-        try:
-            changed = ReceivePart.of(stream).place(offset, data, fin=fin)
-        except FinalSizeError as error:
-            raise _final_size_error(error) from error
-        self._received(stream, new, changed)
-
-    def stream_filled(self, stream: QuicStream, start: int, stop: int, *, fin: bool) -> None:
-        """Take note of bytes that were written straight to the memory posted for them."""
-        new = self._check_flow(stream, stop)
-        try:
-            changed = ReceivePart.of(stream).fill(start, stop, fin=fin)
-        except FinalSizeError as error:
-            raise _final_size_error(error) from error
-        self._received(stream, new, changed)
-
-    def _check_flow(self, stream: QuicStream, stop: int) -> int:
-        """Return how many bytes are new, if the peer was allowed to send them."""
-        new = max(0, stop - stream.receiver.highest_offset)
-        if stop > stream.max_stream_data_local:
-            raise _flow_control_error("Over stream data limit")
-        if self._local_max_data.used + new > self._local_max_data.value:
-            raise _flow_control_error("Over connection data limit")
-        return new
-
-    def _received(self, stream: QuicStream, new: int, changed: bool) -> None:
-        receiver = ReceivePart.of(stream)
-        self._local_max_data.used += new
-        self._settle(receiver)
-        assert stream.stream_id is not None
-        if changed:
-            self._changed[stream.stream_id] = None
-        if receiver.gaps > max(MAX_CRYPTO_GAPS, self._gaps_allowed(receiver)):
-            raise QuicConnectionError(
-                QuicErrorCode.INTERNAL_ERROR,
-                QuicFrameType.STREAM_BASE,
-                "the stream's data has too many gaps",
-            )
-
-    def _settle(self, receiver: ReceivePart) -> None:
-        """Credit what has come into memory of the application's own."""
-        self._connection_consumed += receiver.landed
-        receiver.landed = 0
-
-    def _gaps_allowed(self, receiver: ReceivePart) -> int:
-        return (self._stream_window + min(receiver.posted, POSTED_WINDOW)) // BYTES_PER_GAP
-
     # -- overrides
-
-    def datagrams_to_send(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
-        """As upstream; asks for new keys in time."""
-        self._update_keys_in_time()
-        return super().datagrams_to_send(now)
-
-    def _update_keys_in_time(self) -> None:
-        if self._packet_number >= self._key_update_at:
-            self._key_update_at = self._packet_number + KEY_UPDATE_PACKETS
-            self.request_key_update()
 
     def handle_timer(self, now: float) -> None:
         """As upstream; an end that comes with time alone is the peer's silence."""
         was_open = not self.is_ended
         super().handle_timer(now)
         self._fell_silent = self._fell_silent or (was_open and self.is_ended)
-        if self._loss._pto_count >= BLACK_HOLE_TIMEOUTS:
-            self.refused(self._max_datagram_size, now)
 
     def _replenish_connection_ids(self) -> None:
         had = len(self._host_cids)
@@ -557,39 +182,8 @@ class AdaptedConnection(QuicConnection):
         for issued in self._host_cids[had:]:  # the peer has not been told of these yet
             issued.cid = self._new_connection_id(len(issued.cid))
 
-    def _get_or_create_stream(self, frame_type: int, stream_id: int) -> QuicStream:
-        is_known = stream_id in self._streams
-        stream = super()._get_or_create_stream(frame_type, stream_id)
-        if not is_known:
-            self._equip_streams()
-        return stream
-
-    def _get_or_create_stream_for_send(self, stream_id: int) -> QuicStream:
-        is_known = stream_id in self._streams
-        stream = super()._get_or_create_stream_for_send(stream_id)
-        if not is_known:
-            self._equip_streams()
-        return stream
-
-    def _equip_streams(self) -> None:
-        """Give the streams that were just opened, the newest of all, our own parts."""
-        for stream in reversed(self._streams.values()):
-            if isinstance(stream.receiver, ReceivePart):
-                break
-            assert stream.stream_id is not None
-            stream.receiver = ReceivePart(stream.stream_id)
-            stream.sender = SendPart(stream.stream_id)
-
-    def _parse_transport_parameters(self, data: bytes, from_session_ticket: bool = False) -> None:
-        super()._parse_transport_parameters(data, from_session_ticket)
-        largest = pull_quic_transport_parameters(Buffer(data=data)).max_udp_payload_size
-        if largest is not None:
-            self._mtu = PathMtu(largest)
-
     def _initialize(self, peer_cid: bytes) -> None:
         super()._initialize(peer_cid)
-        space = self._spaces[tls.Epoch.ONE_RTT]
-        space.received_packets = ReceivedWindow()  # type: ignore[assignment]
         if not self._is_client:
             self.tls._request_client_certificate = True
         accept = self.tls._set_peer_certificate
@@ -641,55 +235,6 @@ class AdaptedConnection(QuicConnection):
                 QuicErrorCode.CRYPTO_BUFFER_EXCEEDED, frame_type, "no handshake is that long"
             )
 
-    def _handle_stream_frame(
-        self, context: QuicReceiveContext, frame_type: int, buf: Buffer
-    ) -> None:
-        start = buf.tell()
-        stream_id = buf.pull_uint_var()
-        buf.seek(start)
-        super()._handle_stream_frame(context, frame_type, buf)
-        self._received(self._streams[stream_id], 0, changed=False)
-
-    def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
-        self._local_max_data.value = self._connection_credit() or self._local_max_data.value
-        self._write_limit(builder, self._local_max_data)
-        streams = self._local_max_streams_bidi
-        # MAX_STREAMS in batches: a frame once half of what was granted has been used up.
-        if streams.sent - streams.used < streams.value - streams.sent:
-            self._write_limit(builder, streams)
-
-    def _write_limit(self, builder: QuicPacketBuilder, limit: Limit) -> None:
-        if limit.value == limit.sent:
-            return
-        buffer = builder.start_frame(
-            limit.frame_type,
-            capacity=CONNECTION_LIMIT_FRAME_CAPACITY,
-            handler=self._on_connection_limit_delivery,
-            handler_args=(limit,),
-        )
-        buffer.push_uint_var(limit.value)
-        limit.sent = limit.value
-
-    def _write_stream_limits(
-        self, builder: QuicPacketBuilder, space: QuicPacketSpace, stream: QuicStream
-    ) -> None:
-        if stream.receiver.is_finished or not stream.max_stream_data_local:
-            return
-        assert stream.stream_id is not None
-        credit = self._stream_credit(stream)
-        stream.max_stream_data_local = credit or stream.max_stream_data_local
-        if stream.max_stream_data_local == stream.max_stream_data_local_sent:
-            return
-        buffer = builder.start_frame(
-            QuicFrameType.MAX_STREAM_DATA,
-            capacity=MAX_STREAM_DATA_FRAME_CAPACITY,
-            handler=self._on_max_stream_data_delivery,
-            handler_args=(stream,),
-        )
-        buffer.push_uint_var(stream.stream_id)
-        buffer.push_uint_var(stream.max_stream_data_local)
-        stream.max_stream_data_local_sent = stream.max_stream_data_local
-
 
 def _configuration(
     key: SecretKey,
@@ -712,23 +257,5 @@ def _configuration(
     return configuration
 
 
-def _flow_control_error(reason: str) -> QuicConnectionError:
-    return QuicConnectionError(QuicErrorCode.FLOW_CONTROL_ERROR, QuicFrameType.STREAM_BASE, reason)
-
-
-def _final_size_error(error: FinalSizeError) -> QuicConnectionError:
-    return QuicConnectionError(
-        QuicErrorCode.FINAL_SIZE_ERROR, QuicFrameType.STREAM_BASE, str(error)
-    )
-
-
-def _set_limit(limit: Limit, value: int) -> None:
-    limit.value = limit.sent = value
-
-
 def _gaps(receiver: QuicStreamReceiver) -> int:
     return len(receiver._ranges)
-
-
-def _sender_backlog(stream: QuicStream) -> int:
-    return stream.sender._buffer_stop - stream.sender._buffer_start

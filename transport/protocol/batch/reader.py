@@ -26,7 +26,7 @@ from transport.protocol.batch.sealing import Keys, open_packets
 from transport.protocol.batch.writer import VARINT_4, VARINT_8, keys_of
 
 if TYPE_CHECKING:
-    from transport.protocol.aioquic_adapter import AdaptedConnection
+    from transport.protocol.batch.connection import BatchConnection
 
 __all__ = ["BatchReader"]
 
@@ -45,7 +45,7 @@ ACK_AFTER_PACKETS = 64
 class BatchReader:
     """Reads the batches of one connection."""
 
-    def __init__(self, quic: AdaptedConnection) -> None:
+    def __init__(self, quic: BatchConnection) -> None:
         self._quic = quic
         self._keys: Keys | None = None
         self._keys_of: object = None
@@ -122,7 +122,7 @@ class BatchReader:
 class _Packets:
     """The packets of one batch. Runs of packet numbers, and of a stream's bytes, count as one."""
 
-    def __init__(self, quic: AdaptedConnection, plain: bytearray, now: float) -> None:
+    def __init__(self, quic: BatchConnection, plain: bytearray, now: float) -> None:
         self.eliciting = 0
         self._quic = quic
         self._plain = plain

@@ -21,7 +21,7 @@ from transport.protocol.batch.sending import SendPart
 from transport.protocol.batch.sent import SentPacket, Transmit
 
 if TYPE_CHECKING:
-    from transport.protocol.aioquic_adapter import AdaptedConnection
+    from transport.protocol.batch.connection import BatchConnection
 
 __all__ = ["BatchWriter", "keys_of"]
 
@@ -58,7 +58,7 @@ Handlers = list[tuple[Any, Any]]
 class BatchWriter:
     """Writes the batches of one connection."""
 
-    def __init__(self, quic: AdaptedConnection) -> None:
+    def __init__(self, quic: BatchConnection) -> None:
         self._quic = quic
         self._ready: dict[int, QuicStream] = {}
         self._keys: Keys | None = None
@@ -280,7 +280,7 @@ class BatchWriter:
 class _Batch:
     """A batch in the making, registered with loss recovery packet by packet."""
 
-    def __init__(self, quic: AdaptedConnection, keys: Keys, capacity: int, now: float) -> None:
+    def __init__(self, quic: BatchConnection, keys: Keys, capacity: int, now: float) -> None:
         self._quic = quic
         self._now = now
         self._size = quic._max_datagram_size
