@@ -131,6 +131,9 @@ class Stream(anyio.abc.ByteStream):
             ProtocolError: the stream ended before.
             MeshError: as `receive`.
         """
+        target = target.cast("B")
+        if target.readonly:
+            raise TypeError("receive_into needs memory that can be written to")
         with self._reading:
             await self._skip_reply()
             if len(target) < POST_BYTES:
@@ -178,8 +181,8 @@ class Stream(anyio.abc.ByteStream):
 
         Until then its bytes must not change. `is_intact` is asked before each look at them, so that
         nobody reads memory that its owner has given back meanwhile. `moved` is told of bytes that
-        were acknowledged, a quarter of a megabyte or more at a time. Given up before the end, the
-        stream is reset, and `view` let go of.
+        were acknowledged, a quarter of a megabyte or more at a time. Given up before the end, it
+        lets go of `view`, and the stream can only be reset.
 
         Raises:
             BufferGone: `is_intact` said no.
@@ -332,6 +335,10 @@ class Stream(anyio.abc.ByteStream):
                     raise BufferGone(
                         "sending", peer=self.peer, why="its memory was given back meanwhile"
                     )
+                if connection.core.quic.is_discarded(core.stream_id):
+                    raise StreamReset(
+                        "a stream", peer=self.peer, stage="send", why="it was reset meanwhile"
+                    )
                 below = len(view) - step.after(told, len(view))
                 come = len(view) - connection.core.unacknowledged(core, wake_below=below)
                 if come > told:
@@ -387,6 +394,8 @@ class Stream(anyio.abc.ByteStream):
             if connection.core.owes_credit(core):
                 connection.pump()
             while True:
+                if self._closed:  # by another task: what came since then went nowhere
+                    raise anyio.ClosedResourceError
                 come = min(core.incoming.delivered, goal)
                 if come > told:
                     moved(come - told)

@@ -29,7 +29,7 @@ from aioquic.quic.connection import (
 )
 from aioquic.quic.crypto import CryptoContext, CryptoPair
 from aioquic.quic.recovery import QuicPacketRecovery, QuicPacketSpace
-from aioquic.quic.stream import QuicStream
+from aioquic.quic.stream import QuicStream, QuicStreamReceiver
 
 from tests.transport.pair import World, connect, key
 from transport.protocol import aioquic_adapter, batch
@@ -145,6 +145,8 @@ PUBLIC_USES = sorted(
 
 
 def has(owner: str, name: str) -> bool:
+    if (owner, name) == ("receiver", "_ranges"):
+        return hasattr(QuicStreamReceiver(0, readable=True), name)  # of a crypto stream
     if owner == "context":
         return name in QuicReceiveContext.__dataclass_fields__
     if owner == "self" and name == "tls":
@@ -255,6 +257,7 @@ OVERRIDES = sorted(
 )
 
 SIGNATURES = {
+    "_handle_ack_frame": "(self, context, frame_type, buf)",
     "_parse_transport_parameters": "(self, data, from_session_ticket=False)",
     "_get_or_create_stream": "(self, frame_type, stream_id)",
     "_get_or_create_stream_for_send": "(self, stream_id)",

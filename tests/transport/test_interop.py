@@ -329,9 +329,15 @@ def transfer(world: Network, size: int, *, updates: int = 0) -> None:
         return here in server.ended and there in world.client.ended
 
     one_of_ours = next(end for end in world._ends if isinstance(end.quic, AdaptedConnection))
+    quic = one_of_ours.quic
+    assert isinstance(quic, AdaptedConnection)
+    space = quic._spaces[tls.Epoch.ONE_RTT]
     for _ in range(updates):
-        world.run(is_done, 0.03)
-        one_of_ours.quic.request_key_update()
+        # A second update has to wait for an acknowledgement of the first (RFC 9001 section 6.1).
+        first = quic._packet_number
+        world.run(is_done, 0.02)
+        world.run(lambda first=first: is_done() or space.largest_acked_packet > first)
+        quic.request_key_update()
         world._pump(one_of_ours)
     assert world.run(is_done), (world.client.closed, server.closed)
     assert digest(server.got[here]) == digest(data[world.client])

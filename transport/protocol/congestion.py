@@ -94,11 +94,14 @@ class RateController(QuicCongestionControl):
     @property
     def pacing_rate(self) -> float:
         """Bytes per second at which to send; infinite while nothing is known."""
+        if self._state is _State.STARTUP and self.shortest < math.inf:
+            # Nothing is known yet that should slow the window down.
+            return self.pacing_gain * max(self.rate, self.congestion_window / self.shortest)
         return self.pacing_gain * self.rate or math.inf
 
     def ran_dry(self) -> None:
         """The application has nothing more to send: what is measured now is its rate."""
-        self._limited_until = self._delivered + max(1, self.bytes_in_flight)
+        self._limited_until = self._delivered + self.bytes_in_flight
 
     # -- aioquic's hook
 
@@ -106,11 +109,12 @@ class RateController(QuicCongestionControl):
         """Remember what had been delivered when it left."""
         if not self.bytes_in_flight:
             self._first_sent_at = self._delivered_at = packet.sent_time
+            self._limited_until = max(self._limited_until, self._delivered)
         self.bytes_in_flight += packet.sent_bytes
         packet.delivered = self._delivered
         packet.delivered_at = self._delivered_at
         packet.first_sent_at = self._first_sent_at
-        packet.is_limited = self._delivered < self._limited_until
+        packet.is_limited = self._delivered <= self._limited_until
 
     def on_packet_acked(self, *, now: float, packet: Any) -> None:
         """Count it; the model moves once for each acknowledgement, not for each packet."""
@@ -137,7 +141,7 @@ class RateController(QuicCongestionControl):
             self._round_ends_at = self._delivered
             self._judge_loss()
         self._sample(packet, now)
-        self._advance(now, is_new_round)
+        self._advance(now, is_new_round, packet.is_limited)
         self._set_window()
 
     def on_packets_expired(self, *, packets: Iterable[Any]) -> None:
@@ -189,9 +193,9 @@ class RateController(QuicCongestionControl):
             if self._ceiling > 4 * self.congestion_window:
                 self._ceiling = math.inf
 
-    def _advance(self, now: float, is_new_round: bool) -> None:
+    def _advance(self, now: float, is_new_round: bool, is_limited: bool) -> None:
         if self._state is _State.STARTUP:
-            if is_new_round and self._is_pipe_full():
+            if is_new_round and not is_limited and self._is_pipe_full():
                 self._state = _State.DRAIN
                 self.pacing_gain = 1 / STARTUP_GAIN
         elif self._state is _State.DRAIN:

@@ -46,6 +46,9 @@ POSTED_WINDOW = 32 << 20
 """How far the peer may be ahead, in bytes, in memory that the application has posted: enough for
 1 GB/s over 30 ms. What is posted is bounded by whoever allocated it."""
 
+MAX_RANGES = 256
+"""Of an acknowledgement that aioquic reads; it searches all of them for each."""
+
 MIN_GAPS = 16
 BYTES_PER_GAP = 2048
 """Gaps in the data of one stream cost a linear search for each frame: as many are accepted as the
@@ -121,7 +124,7 @@ class BatchConnection(QuicConnection):
         return all(
             stream.sender.is_finished
             or (
-                _sender_backlog(stream) == 0
+                (_sender_backlog(stream) == 0 or SendPart.of(stream).is_dropped)
                 and stream.sender._buffer_fin is None
                 and stream.sender._reset_error_code is None
             )
@@ -462,6 +465,17 @@ class BatchConnection(QuicConnection):
         buf.seek(start)
         super()._handle_stream_frame(context, frame_type, buf)
         self._received(self._streams[stream_id], 0, changed=False)
+
+    def _handle_ack_frame(self, context: QuicReceiveContext, frame_type: int, buf: Buffer) -> None:
+        start = buf.tell()
+        for _ in range(2):
+            buf.pull_uint_var()
+        if buf.pull_uint_var() > MAX_RANGES:
+            raise QuicConnectionError(
+                QuicErrorCode.INTERNAL_ERROR, frame_type, "the acknowledgement has too many ranges"
+            )
+        buf.seek(start)
+        super()._handle_ack_frame(context, frame_type, buf)
 
     def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
         self._local_max_data.value = self._connection_credit() or self._local_max_data.value

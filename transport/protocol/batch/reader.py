@@ -38,6 +38,10 @@ FIRST_STREAM_TYPE, LAST_STREAM_TYPE = 0x08, 0x0F
 WITH_OFFSET, WITH_LENGTH, WITH_FIN = 0x04, 0x02, 0x01
 UINT_VAR_MAX = (1 << 62) - 1
 
+MAX_RANGES_READ = 256
+"""Older ranges of an acknowledgement are not looked at: a peer could make that as dear as it likes,
+and what is not believed to have come is sent again."""
+
 ACK_AFTER_PACKETS = 64
 """An acknowledgement leaves after this many packets, however little time has passed."""
 
@@ -304,19 +308,20 @@ class _Packets:
         delay, at = _varint(plain, at, stop)
         count, at = _varint(plain, at, stop)
         length, at = _varint(plain, at, stop)
-        ranges = [range(newest - length, newest + 1)]
-        for _ in range(count):
-            if at >= stop:
-                return None
-            gap, at = _varint(plain, at, stop)
-            length, at = _varint(plain, at, stop)
-            end = ranges[-1].start - gap - 1
-            ranges.append(range(end - length - 1, end))
-        if at > stop or ranges[-1].start < 0:
-            return None
+        start, end = newest - length, newest + 1
         acknowledged = RangeSet()
-        for part in reversed(ranges):
-            acknowledged.add(part.start, part.stop)
+        for number in range(count + 1):
+            if number:
+                if at >= stop:
+                    return None
+                gap, at = _varint(plain, at, stop)
+                length, at = _varint(plain, at, stop)
+                end = start - gap - 1
+                start = end - length - 1
+            if at > stop or start < 0:
+                return None
+            if number < MAX_RANGES_READ:  # from the newest down, each goes before the others
+                acknowledged.add(start, end)
         loss = quic._loss
         loss.peer_completed_address_validation = True
         loss.on_ack_received(

@@ -12,8 +12,9 @@ from collections import deque
 
 from aioquic.quic import events
 from aioquic.quic.packet import QuicStreamFrame
-from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.stream import FinalSizeError, QuicStream, QuicStreamReceiver
+
+from transport.protocol.batch.ranges import Ranges
 
 __all__ = ["ReceivePart"]
 
@@ -27,7 +28,7 @@ Bytes = bytes | bytearray | memoryview
 class ReceivePart(QuicStreamReceiver):
     """`aioquic.quic.stream.QuicStreamReceiver` that writes to its final place.
 
-    ``_buffer_start`` is the offset up to which everything has come, as upstream; ``_ranges`` what
+    ``_buffer_start`` is the offset up to which everything has come, as upstream; ``_early`` what
     has come beyond it, and ``_buffer`` the bytes of that which lie beyond the posted memory.
 
     Attributes:
@@ -44,6 +45,9 @@ class ReceivePart(QuicStreamReceiver):
         self.target_start = self.target_stop = 0
         self.target: memoryview | None = None
         self.is_whole = False
+        self._is_torn = False
+        self._early = Ranges()
+        del self._ranges  # nothing of upstream's may look there
         self._wake_at = 0
         self._dropped = 0
         self._pieces: deque[bytes] = deque()
@@ -74,7 +78,7 @@ class ReceivePart(QuicStreamReceiver):
     @property
     def gaps(self) -> int:
         """Ranges that came before bytes that precede them."""
-        return len(self._ranges)
+        return len(self._early)
 
     # -- the application's side
 
@@ -100,8 +104,8 @@ class ReceivePart(QuicStreamReceiver):
     def withdraw(self) -> None:
         """Take the posted memory back. Unless it is full, the stream can then only be reset."""
         if self.posted:
-            # What came early is partly in that memory: nothing consistent can be made of it.
-            self._ranges = RangeSet()
+            # What came early is partly in that memory: from now on bytes are only counted.
+            self._is_torn = True
             self._buffer.clear()
         self.target = None
         self.target_start = self.target_stop = self._buffer_start
@@ -170,7 +174,7 @@ class ReceivePart(QuicStreamReceiver):
                 self._deliver(data[begin - offset :] if offset < begin else data)
                 self._deliver_early()
         elif data:
-            self._ranges.add(offset, stop)
+            self._early.add(offset, stop)
             self._put(offset, data)
         return self._progressed(begin)
 
@@ -188,7 +192,7 @@ class ReceivePart(QuicStreamReceiver):
                 self._land(stop)
                 self._deliver_early()
         elif stop > start:
-            self._ranges.add(start, stop)
+            self._early.add(start, stop)
         return self._progressed(begin)
 
     def handle_reset(self, *, final_size: int, error_code: int = 0) -> events.StreamReset | None:
@@ -224,6 +228,9 @@ class ReceivePart(QuicStreamReceiver):
     def _deliver(self, data: Bytes) -> None:
         """Append bytes that continue the stream where it has come to."""
         start = self._buffer_start
+        if self._is_torn:
+            self._land(start + len(data))
+            return
         if self.target is not None and start < self.target_stop:
             count = min(len(data), self.target_stop - start)
             self._write(start, data[:count])
@@ -248,11 +255,13 @@ class ReceivePart(QuicStreamReceiver):
 
     def _deliver_early(self) -> None:
         """Deliver what had come before the bytes that were just delivered."""
-        while len(self._ranges) and self._ranges[0].start <= self._buffer_start:
-            stop = self._ranges.shift().stop
+        while len(self._early) and self._early.first.start <= self._buffer_start:
+            stop = self._early.shift().stop
             if stop <= self._buffer_start:
                 continue
-            if self.target is not None and self._buffer_start < self.target_stop:
+            if self._is_torn:
+                self._land(stop)
+            elif self.target is not None and self._buffer_start < self.target_stop:
                 self._land(min(stop, self.target_stop))
             if stop > self._buffer_start:
                 self._append(bytes(self._buffer[: stop - self._buffer_start]))
@@ -264,6 +273,8 @@ class ReceivePart(QuicStreamReceiver):
 
     def _put(self, offset: int, data: Bytes) -> None:
         """Put bytes that came too early where they wait."""
+        if self._is_torn:
+            return
         if self.target is not None and offset < self.target_stop:
             count = min(len(data), self.target_stop - offset)
             self._write(offset, data[:count])

@@ -14,6 +14,8 @@ from aioquic.quic.packet import QuicStreamFrame
 from aioquic.quic.packet_builder import QuicDeliveryState
 from aioquic.quic.stream import QuicStream, QuicStreamSender
 
+from transport.protocol.batch.ranges import Ranges
+
 __all__ = ["SendPart"]
 
 JOIN_BYTES = 16384
@@ -30,7 +32,8 @@ class SendPart(QuicStreamSender):
     """`aioquic.quic.stream.QuicStreamSender` without its copies.
 
     ``[_buffer_start, _buffer_stop)`` is what the peer has not acknowledged, as upstream;
-    ``[fresh, _buffer_stop)`` of it was never sent, and ``_pending`` holds what was lost.
+    ``[fresh, _buffer_stop)`` of it was never sent; ``_lost`` holds what was lost, and ``_early``
+    what was acknowledged before bytes that precede it.
     """
 
     def __init__(self, stream_id: int) -> None:
@@ -41,10 +44,14 @@ class SendPart(QuicStreamSender):
         """Whether the end was written and never sent."""
         self.is_spoiled = False
         """Whether memory that was lent was gone before it was sent."""
-        self._is_dropped = False
+        self.is_dropped = False
+        """Whether nothing more will be sent, for want of the memory."""
         self._loan: tuple[Callable[[], bool], int] | None = None
         self._pieces: deque[tuple[int, bytearray | memoryview]] = deque()
-        del self._buffer  # nothing of upstream's may write to it unnoticed
+        self._lost = Ranges()
+        self._early = Ranges()
+        # Nothing of upstream's may look there unnoticed.
+        del self._buffer, self._pending, self._acked
 
     @staticmethod
     def of(stream: QuicStream) -> SendPart:
@@ -68,7 +75,7 @@ class SendPart(QuicStreamSender):
     @property
     def next_offset(self) -> int:
         """The offset of the next frame of `get_frame`."""
-        return self._pending[0].start if len(self._pending) else self.fresh
+        return self._lost.first.start if len(self._lost) else self.fresh
 
     # -- writing
 
@@ -147,11 +154,11 @@ class SendPart(QuicStreamSender):
 
     def hand_over(self) -> None:
         """Leave some of what was never sent to `get_frame`, for when no batch can be sent."""
-        if self._reset_error_code is not None or len(self._pending):
+        if self._reset_error_code is not None or len(self._lost):
             return
         if self.fresh < self._buffer_stop:
             stop = min(self.fresh + HAND_OVER_BYTES, self._buffer_stop)
-            self._pending.add(self.fresh, stop)
+            self._lost.add(self.fresh, stop)
             self.fresh = stop
             self.buffer_is_empty = False
         if self.fin_unsent and self.fresh == self._buffer_stop:
@@ -164,20 +171,20 @@ class SendPart(QuicStreamSender):
         assert self._reset_error_code is None, "cannot call get_frame() after reset()"
         if max_size < 0 or not self.can_read():
             return None
-        if not len(self._pending):
+        if not len(self._lost):
             if self._pending_eof:
                 self._pending_eof = False
                 return QuicStreamFrame(fin=True, offset=self._buffer_fin or 0)
             self.buffer_is_empty = True
             return None
-        lost = self._pending[0]
+        lost = self._lost.first
         start, stop = lost.start, min(lost.stop, lost.start + max_size)
         if max_offset is not None:
             stop = min(stop, max_offset)
         if stop <= start:
             return None
         frame = QuicStreamFrame(data=bytes(self.read(start, stop)), offset=start)
-        self._pending.subtract(start, stop)
+        self._lost.cut(stop)
         self.highest_offset = max(self.highest_offset, stop)
         if self._buffer_fin == stop and not self.fin_unsent:
             frame.fin = True
@@ -190,21 +197,21 @@ class SendPart(QuicStreamSender):
         self, delivery: QuicDeliveryState, start: int, stop: int, fin: bool
     ) -> None:
         """As upstream; a piece is let go once all of it is acknowledged."""
-        if self._reset_error_code is not None or self._is_dropped:
+        if self._reset_error_code is not None or self.is_dropped:
             return  # only the acknowledgement of the reset counts now
         if delivery is QuicDeliveryState.LOST:
             self.buffer_is_empty = False
             if stop > start:
-                self._pending.add(start, stop)
+                self._lost.add(start, stop)
             self._pending_eof = self._pending_eof or fin
             return
-        if start == self._buffer_start and not len(self._acked):
+        if start == self._buffer_start and not len(self._early):
             self._buffer_start = stop
             self._drop_acknowledged()
         elif stop > start:
-            self._acked.add(start, stop)
-            if self._acked[0].start <= self._buffer_start:
-                self._buffer_start = self._acked.shift().stop
+            self._early.add(start, stop)
+            if self._early.first.start <= self._buffer_start:
+                self._buffer_start = self._early.shift().stop
                 self._drop_acknowledged()
         self._acked_fin = self._acked_fin or fin
         if self._acked_fin and self._buffer_start == self._buffer_fin:
@@ -224,10 +231,10 @@ class SendPart(QuicStreamSender):
 
     def drop(self) -> None:
         """Let go of all memory: nothing more of this stream will be sent but its reset."""
-        self._is_dropped = True
+        self.is_dropped = True
         self.fresh = self._buffer_stop
         self.fin_unsent = self._pending_eof = False
         self._pieces.clear()
         self._loan = None
-        self._pending = type(self._pending)()
+        self._lost.clear()
         self.buffer_is_empty = True

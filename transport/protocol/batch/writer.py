@@ -112,18 +112,25 @@ class BatchWriter:
         handlers: Handlers = []
         if space.ack_at is not None:
             prefix.append(self._ack_frame(space, now, handlers))
-        while count > 0 and batch.packets < count:
+        is_dry = count > 0
+        while 0 <= batch.packets < count:
             before = batch.packets
-            if not prefix:
-                self._fill(batch, count)
-            if batch.packets == before:
+            if prefix or self._has_little():
                 is_full = self._compose(batch, prefix, handlers)
                 prefix, handlers = [], []
-                if not is_full:
+                if batch.packets > before and not is_full:
+                    is_dry = not self._ready
                     break
+            if batch.packets == before:
+                self._fill(batch, count)
+            if batch.packets == before and not self._compose(batch, [], []):
+                is_dry = batch.packets == before or not self._ready
+                break
+        else:
+            is_dry = False
         if prefix:
             batch.add(b"".join(prefix), handlers, eliciting=len(prefix) > 1)
-        if not self._ready:
+        if is_dry:
             ran_dry = getattr(quic._loss._cc, "ran_dry", None)
             if ran_dry is not None:
                 ran_dry()
@@ -247,6 +254,11 @@ class BatchWriter:
             ).append(stream)
         yield from little
         yield from much
+
+    def _has_little(self) -> bool:
+        """Whether some stream has less to send than fills a packet: those go first."""
+        size = self._quic._max_datagram_size
+        return any(SendPart.of(stream).backlog < size for stream in self._ready.values())
 
     def _took(self, stream: QuicStream, stop: int, *, fin: bool) -> None:
         """Note what was taken of `stream`, and send it behind the others if it has more."""
