@@ -192,7 +192,9 @@ class Stream(anyio.abc.ByteStream):
             if self._owes_reply:
                 self._owes_reply = False
                 await self._write(ok_reply(None))
-            await self._lend(view.cast("B"), is_intact, moved or _ignore)
+            lending = self._lend(view.cast("B"), is_intact, moved or _ignore)
+            del view  # a traceback keeps frames alive, and with them what they hold
+            await lending
 
     async def send_message(self, value: CborValue) -> None:
         """Write `value` as deterministic CBOR, framed by its length."""
@@ -352,6 +354,7 @@ class Stream(anyio.abc.ByteStream):
             if told < len(view):
                 self._is_half_sent = True
                 connection.core.take_back(core)
+            del view
 
     def _finish(self) -> None:
         if not self.core.send_ended and self.connection.closed is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -70,3 +71,52 @@ def test_crumbs_do_not_cost_many_times_their_size() -> None:
         feed(part, bytes([number & 255, number >> 8]), fin=False)
     assert len(part._pieces) <= 40_000 / 256
     assert len(part.take(40_000)) == 40_000
+
+
+# -- posted memory
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_frames_in_any_order_land_in_their_place(seed: int) -> None:
+    draw = random.Random(seed)
+    source, size = draw.randbytes(60_000), 50_000
+    part, memory = ReceivePart(0), bytearray(size)
+    cuts = sorted({0, len(source), *(draw.randrange(len(source)) for _ in range(80))})
+    frames = [(start, stop) for start, stop in pairwise(cuts)]
+    draw.shuffle(frames)
+    early = draw.randrange(len(frames))
+    for start, stop in frames[:early]:
+        part.place(start, source[start:stop], fin=stop == len(source))
+    taken = part.post(memoryview(memory))
+    for start, stop in frames[early:] + frames[:3]:
+        part.place(start, source[start:stop], fin=stop == len(source))
+    assert bytes(memory) == source[:size]
+    assert part.posted == 0
+    assert part.landed + taken == size
+    part.withdraw()
+    assert part.take(1 << 20) == source[size:]
+    assert part.is_whole
+
+
+def test_memory_taken_back_is_not_written_to_and_the_stream_still_comes_to_its_end() -> None:
+    part, memory = ReceivePart(0), bytearray(100)
+    part.post(memoryview(memory))
+    part.place(50, b"x" * 10, fin=False)
+    part.withdraw()
+    seen = bytes(memory)
+    part.place(0, b"y" * 50, fin=False)
+    part.place(60, b"z" * 40, fin=True)
+    assert bytes(memory) == seen
+    assert part.is_whole
+    assert part.consumed == 100
+    assert part.landed == 100
+
+
+def test_a_reset_lets_go_of_the_memory() -> None:
+    part, memory = ReceivePart(0), bytearray(100)
+    part.post(memoryview(memory))
+    part.handle_reset(final_size=100, error_code=1)
+    part.place(0, b"y" * 50, fin=False)
+    assert bytes(memory) == bytes(100)
+    assert not part.is_whole
+    memory.append(0)  # nobody holds a view of it any more

@@ -246,10 +246,10 @@ def ours(suite: CipherSuite | None, original: bytes | None) -> Quic:
     windows = {"max_data": WINDOW, "max_stream_data": WINDOW, "idle": 60.0, "congestion": "rate"}
     if original is None:
         configuration = client_configuration(key(1), ALPN, **windows)  # type: ignore[arg-type]
-        kwargs: dict[str, Any] = {"max_streams": 4}
+        kwargs: dict[str, Any] = {"max_streams": 200}
     else:
         configuration = server_configuration(key(2), [ALPN], **windows)  # type: ignore[arg-type]
-        kwargs = {"max_streams": 4, "original_destination_connection_id": original}
+        kwargs = {"max_streams": 200, "original_destination_connection_id": original}
     if suite is not None:
         configuration.cipher_suites = [suite]
     return AdaptedConnection(configuration=configuration, expected_peer=None, **kwargs)

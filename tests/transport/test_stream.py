@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import resource
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -13,6 +15,7 @@ import pytest
 from auth import AccessDenied, MeshError
 from tests.transport.nodes import eventually, pair
 from transport import (
+    BufferGone,
     Connection,
     DeadlineExceeded,
     Incoming,
@@ -559,3 +562,73 @@ async def test_a_stream_says_whose_it_is() -> None:
         assert stream.stream_id == stream.core.stream_id
         assert not stream.is_closed
     assert stream.is_closed
+
+
+async def test_a_read_ends_when_another_task_closes_the_stream() -> None:
+    """What comes after that goes nowhere, and must not count as read."""
+
+    async def trickle(request: Incoming) -> None:
+        await request.stream.send(bytes(100_000))
+        await request.stream.receive(1)
+
+    async with serving(trickle) as connection:
+        stream = await connection.open_stream("s")
+        async with anyio.create_task_group() as tasks:
+
+            async def read() -> None:
+                with pytest.raises(anyio.ClosedResourceError):
+                    await stream.receive_into(memoryview(bytearray(200_000)))
+
+            tasks.start_soon(read)
+            await eventually(lambda: stream.core.incoming.delivered >= 100_000)
+            await stream.aclose()
+        assert await connection.call("echo", 1) == 1
+
+
+async def test_memory_that_cannot_be_written_to_is_refused_at_once() -> None:
+    async with serving(echo) as connection, await connection.open_stream("s") as stream:
+        with pytest.raises(TypeError, match="written"):
+            await stream.receive_into(memoryview(bytes(100_000)))
+        await stream.send(bytes(range(8)))
+        wide = array("I", [0, 0])
+        assert await stream.receive_into(memoryview(wide)) == 8
+        assert wide.tobytes() == bytes(range(8))
+
+
+async def test_lent_memory_is_let_go_of_when_the_transfer_is_given_up() -> None:
+    over = anyio.Event()
+
+    async def nobody_reads(request: Incoming) -> None:
+        await over.wait()
+
+    async with serving(nobody_reads) as connection:
+        memory = bytearray(5 * MIB)
+        stream = await connection.open_stream("s")
+        with anyio.move_on_after(0.2):
+            await stream.send_lent(memoryview(memory))
+        with pytest.raises(TransportError, match="given up halfway"):
+            await stream.send(b"more")
+        stream.reset()
+        gc.collect()  # the frames that the cancellation went through
+        memory.append(0)  # nobody holds a view of it any more
+        assert await connection.call("echo", 1) == 1
+        over.set()
+
+
+async def test_lent_memory_that_is_gone_ends_the_transfer_with_an_error() -> None:
+    async def sink(request: Incoming) -> None:
+        await request.stream.receive_into(memoryview(bytearray(20 * MIB)))
+
+    async with serving(sink) as connection:
+        asked = 0
+
+        def is_intact() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked < 20
+
+        stream = await connection.open_stream("s")
+        with pytest.raises(BufferGone):
+            await stream.send_lent(memoryview(bytearray(20 * MIB)), is_intact=is_intact)
+        stream.reset()
+        assert asked == 20
