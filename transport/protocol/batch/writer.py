@@ -41,6 +41,9 @@ VARINT_4 = 0x80000000
 VARINT_8 = 0xC000000000000000
 MAX_STREAM_ID = 1 << 30
 
+MAX_OVERHEAD = 128
+"""More than a full packet has beside stream data, in bytes."""
+
 MIN_FRAME_ROOM = 32
 """With less room in a packet no further frame is begun, in bytes."""
 
@@ -127,7 +130,7 @@ class BatchWriter:
                 is_dry = batch.packets == before or not self._ready
                 break
         else:
-            is_dry = False
+            is_dry = count > 0 and not self._ready
         if prefix:
             batch.add(b"".join(prefix), handlers, eliciting=len(prefix) > 1)
         if is_dry:
@@ -160,7 +163,9 @@ class BatchWriter:
         if paced <= 0:
             quic._pacing_at = pacer.next_send_time(now)
             return 0
-        return min(room // size, paced, max(1, MAX_BATCH_BYTES // size), MAX_BATCH_PACKETS)
+        waiting = sum(SendPart.of(stream).backlog for stream in self._ready.values())
+        worth = 1 + waiting // (size - MAX_OVERHEAD)  # room that nobody needs is not made
+        return min(room // size, paced, worth, max(1, MAX_BATCH_BYTES // size), MAX_BATCH_PACKETS)
 
     def _credit(self, stream: QuicStream) -> int:
         """The offset up to which flow control lets the stream's data go."""
