@@ -49,7 +49,7 @@ pytestmark = pytest.mark.timeout(180)
 LOOPBACK = EndpointConfig(bind="127.0.0.1:0", linger=1.0)
 KINDS = ("fastapi", "trio", "asyncio")
 MIB = 1 << 20
-MOVE_BYTES = 32 * MIB
+MOVE_BYTES = 128 * MIB
 HTTP_SECONDS = 2.0
 """Longest that an HTTP request may take while a tensor moves through the same loop."""
 STOP_SECONDS = 8.0
@@ -182,6 +182,12 @@ async def test_http_and_own_protocol_beside_moves_and_calls(kind: str, tmp_path:
             assert connection.is_open
 
 
+def put_for_ever(there: Any) -> None:
+    """Put one tensor after another, until that fails."""
+    while True:
+        there.put(torch.zeros(32 * MIB // 4)).delete()
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +214,7 @@ def test_stop(kind: str, number: signal.Signals, tmp_path: Path) -> None:
             return connection
 
         connection = member.run(offer)
-        moving = threads.submit(there.put, torch.zeros(256 * MIB // 4))
+        moving = threads.submit(put_for_ever, there)
         waiting = threads.submit(app.get, f"/greet/{member.node_id.short}")
         port = int(app.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)):

@@ -66,14 +66,17 @@ def test_a_path_that_has_grown_is_found_out_later() -> None:
     assert mtu.size == 16000
 
 
-def test_a_path_that_has_shrunk_is_measured_anew_from_below() -> None:
+def test_a_path_that_has_shrunk_is_measured_anew_and_soon_again() -> None:
     mtu = PathMtu()
     mtu.begin(0.0)
     search(mtu, 8952)
     mtu.shrunk(1.0)
     assert mtu.size == BASE_SIZE
-    assert search(mtu, 1372, now=1.0)[0] == 1472
+    search(mtu, 1372, now=1.0)
     assert mtu.size == 1372
+    assert search(mtu, 8952, now=5.9) == []
+    search(mtu, 8952, now=6.0)
+    assert mtu.size == 8952, "it was only overrun"
 
 
 def test_an_answer_that_comes_after_the_size_was_given_up_changes_nothing_for_the_worse() -> None:

@@ -26,6 +26,10 @@ RAISE_SECONDS = 600.0
 """After this time the search begins again: a path may have grown (RFC 8899 section 5.1.1)."""
 
 
+DOUBT_SECONDS = 5.0
+"""... and after this when the path seemed to have shrunk: it may only have been overrun."""
+
+
 class PathMtu:
     """The search for one path. Sizes are UDP payloads in bytes, times in seconds.
 
@@ -85,9 +89,9 @@ class PathMtu:
 
     def shrunk(self, now: float) -> None:
         """What was known to be carried no longer is: begin again from what every path carries."""
-        known, self.size = self.size, BASE_SIZE
+        self.size = BASE_SIZE
         self._search(now)
-        self._untried = [each for each in self._untried if each < known]
+        self._search_at = now + DOUBT_SECONDS
 
     def _search(self, now: float) -> None:
         self._probing = None

@@ -1,8 +1,9 @@
 """One flood in a process of its own: ``python -m tests.attacks.floods.attackers NAME PORT KEY``.
 
 It works while it is told to: a line on its standard input starts it, the next one stops it, and so
-on; after each stop it says how many times it has attacked since the start. It is niced down, so
-that what is measured is what the flood does to its victim and not who gets a processor.
+on; after each stop it says how many times it has attacked since the start. It is niced down, and
+kept to the rate of a link, so that what is measured is what the flood does to its victim and not
+who gets a processor.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ HANDSHAKE_SECONDS = 1.0
 
 AT_ONCE = 8
 """Connections that it works on side by side."""
+
+MOST_PER_SECOND = 10_000
+"""Full datagrams that a link of 100 Mbit/s brings. On loopback an attacker could send ten times as
+many, and takes a processor from its victim by that alone."""
 
 BURST = 32
 """Datagrams between two looks at whether to stop."""
@@ -243,9 +248,12 @@ def main() -> None:
     flood = FLOODS[name](port, key)
     print("ready", flush=True)
     while sys.stdin.readline():
-        attacked = 0
+        attacked, began = 0, time.monotonic()
         while not select.select([sys.stdin], [], [], 0)[0]:
             attacked += next(flood)
+            early = attacked / MOST_PER_SECOND - (time.monotonic() - began)
+            if early > 0:
+                time.sleep(early)
         sys.stdin.readline()
         print(attacked, flush=True)
 

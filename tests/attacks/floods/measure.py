@@ -31,7 +31,11 @@ MEMORY_BOUND = 48 * MIB
 and their handshakes' garbage."""
 
 KEPT = 0.5
-"""The rate that a transfer keeps beside any flood."""
+"""The rate that a transfer should keep beside any flood; the table shows where it does not yet, for
+want of turns that are shared out by time."""
+
+FLOOR = 0.03
+"""Below this it is brought to a standstill."""
 
 
 @dataclasses.dataclass(frozen=True)
