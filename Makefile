@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 help:
 	@echo "make demo    two peers, a client, a direct tensor move, a DDP training on real data, a picture"
 	@echo "make test    the test suite"
-	@echo "make fuzz    10,000 examples on each codec and parser that strangers can reach; half an hour"
+	@echo "make fuzz    10,000 examples on each codec and parser that strangers can reach; an hour and more"
 	@echo "make lint    formatting, style, strict types, import directions"
 	@echo "make bench   benchmarks against what one would use instead"
 	@echo "make clean   remove the virtual environment and everything built"

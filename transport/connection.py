@@ -131,6 +131,13 @@ class Connection:
         return self._peer
 
     @property
+    def seconds_granted(self) -> float | None:
+        """How long what the peer may do here still holds; None for as long as it is there."""
+        if self.grant is None or self.grant.expires_at is None:
+            return None
+        return max(0.0, self.grant.expires_at - time.time())
+
+    @property
     def is_open(self) -> bool:
         """Whether streams can be opened: neither ended nor closing."""
         return self.closed is None and not self._closing

@@ -1,9 +1,9 @@
 """Moves datagrams between a socket and the protocol half; keeps the one timer they share.
 
-Four tasks at most: one receives, one sleeps until the earliest deadline, one sends what the socket
-would not take at once, one watches for floods. Everything else runs inline in whichever task has
-something to send, which is the shortest way from a write to the wire. The work of one turn is
-bounded, so that the loop stays responsive under load.
+Five tasks: one receives, one sleeps until the earliest deadline, one sends what the socket would
+not take at once, one goes on with connections that have more to send, one watches for floods.
+Everything else runs inline in whichever task has something to send, which is the shortest way from
+a write to the wire. The work of one turn is bounded, so that the loop stays responsive under load.
 
 Datagrams travel in batches, as far as the kernel can: what came from one peer at once is handled at
 once, and a connection with much to send has one or two batches' time before others have theirs.

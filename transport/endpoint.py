@@ -16,7 +16,6 @@ from auth import (
     AccessDenied,
     Authorizer,
     Delegation,
-    Grant,
     MeshError,
     NodeId,
     SecretKey,
@@ -524,9 +523,9 @@ class Endpoint:
             elif handler is not None:
                 tasks.start_soon(self._run_protocol, handler, connection)
             try:
-                while connection.closed is None and _seconds_left(connection.grant) != 0:
+                while connection.closed is None and connection.seconds_granted != 0:
                     # A later hello of the peer, or the authorizer, may bring another one meanwhile.
-                    with anyio.move_on_after(_seconds_left(connection.grant)):
+                    with anyio.move_on_after(connection.seconds_granted):
                         await connection.wait_regranted()
             finally:
                 # In a program that was cancelled but is held up, the connection still stands.
@@ -599,9 +598,3 @@ def _remember(table: dict[NodeId, _Value], node_id: NodeId, value: _Value) -> No
 @functools.cache
 def _warn_once(text: str) -> None:
     _log.warning("%s", text)
-
-
-def _seconds_left(grant: Grant | None) -> float | None:
-    if grant is None or grant.expires_at is None:
-        return None
-    return max(0.0, grant.expires_at - time.time())

@@ -12,7 +12,7 @@ from aioquic.tls import CipherSuite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.protocol.batch.sealing import Opened, Sealer, decode_packet_number, open_packets
+from transport.protocol.batch.sealing import Sealer, decode_packet_number, open_packets
 from transport.protocol.batch.writer import keys_of
 
 SUITES = list(CipherSuite)[:3]
@@ -142,7 +142,3 @@ def test_packet_numbers_are_decoded_as_upstream_does(
 def test_the_example_of_the_rfc_is_decoded() -> None:
     """RFC 9000, appendix A.3."""
     assert decode_packet_number(0x9B32, 16, 0xA82F30EA + 1) == 0xA82F9B32
-
-
-def test_an_opened_packet_says_where_it_lies() -> None:
-    assert Opened(1, 2, 3)._fields == ("number", "start", "stop")

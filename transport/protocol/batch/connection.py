@@ -51,8 +51,8 @@ MAX_RANGES = 256
 
 MIN_GAPS = 16
 BYTES_PER_GAP = 2048
-"""Gaps in the data of one stream cost a linear search for each frame: as many are accepted as the
-loss of every second full packet of a window leaves, and no more."""
+"""Gaps in the data of one stream cost memory: as many are accepted as the loss of every second full
+packet of a window leaves, and no more."""
 
 
 class BatchConnection(QuicConnection):

@@ -6,7 +6,6 @@ to aioquic's `receive_datagram` as it is, and a frame of another kind to its `_p
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING
 
 from aioquic import tls
@@ -23,15 +22,12 @@ from aioquic.quic.stream import QuicStream, StreamFinishedError
 
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.sealing import Keys, open_packets
-from transport.protocol.batch.writer import VARINT_4, VARINT_8, keys_of
+from transport.protocol.batch.writer import FULL_FRAME, VARINT_4, VARINT_8, keys_of
 
 if TYPE_CHECKING:
     from transport.protocol.batch.connection import BatchConnection
 
 __all__ = ["BatchReader"]
-
-FULL_FRAME = struct.Struct("!BIQ")
-"""The STREAM frame that `writer` fills packets with: type, stream id in 4 bytes, offset in 8."""
 
 PADDING, PING, ACK = 0x00, 0x01, 0x02
 FIRST_STREAM_TYPE, LAST_STREAM_TYPE = 0x08, 0x0F

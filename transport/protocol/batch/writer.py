@@ -95,7 +95,7 @@ class BatchWriter:
             if not sender.has_fresh:
                 del self._ready[stream_id]
 
-    def write(self, now: float, max_packets: int = MAX_BATCH_PACKETS) -> Transmit | None:
+    def write(self, now: float) -> Transmit | None:
         """Return the next batch that may leave at `now`, None if there is none.
 
         Sets when pacing lets the next one leave, as upstream's `datagrams_to_send` does.
@@ -103,7 +103,7 @@ class BatchWriter:
         quic = self._quic
         space = quic._spaces[tls.Epoch.ONE_RTT]
         is_ack_due = space.ack_at is not None and space.ack_at <= now
-        count = min(self._allowance(now), max_packets) if self._ready else 0
+        count = self._allowance(now) if self._ready else 0
         if not is_ack_due and count <= 0:
             return None
         size = quic._max_datagram_size
@@ -116,7 +116,7 @@ class BatchWriter:
         if space.ack_at is not None:
             prefix.append(self._ack_frame(space, now, handlers))
         is_dry = count > 0
-        while 0 <= batch.packets < count:
+        while batch.packets < count:
             before = batch.packets
             if prefix or self._has_little():
                 is_full = self._compose(batch, prefix, handlers)
