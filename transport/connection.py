@@ -106,7 +106,8 @@ class Connection:
         self._incoming: Callable[[Stream], object] | None = None
         self._incoming_framed = True
         self._unclaimed: deque[int] = deque()
-        self._max_unclaimed = 1
+        self.max_streams = 1
+        """Streams that the peer may have open at a time."""
         self._streams_available = anyio.Event()
         self._ended = anyio.Event()
         self._regranted = anyio.Event()
@@ -337,7 +338,7 @@ class Connection:
         self.is_admitted = True
         event, self._regranted = self._regranted, anyio.Event()
         event.set()
-        self._max_unclaimed = max_streams
+        self.max_streams = max_streams
         self._stream_timeout = stream_timeout
         self.core.admit(max_streams=max_streams, connection_window=window)
         self.pump()
@@ -374,7 +375,7 @@ class Connection:
             case StreamOpened(stream_id=stream_id):
                 if self._incoming is not None:
                     self._accept(stream_id)
-                elif len(self._unclaimed) < self._max_unclaimed:
+                elif len(self._unclaimed) < self.max_streams:
                     self._unclaimed.append(stream_id)
                     self._wake_openers()
                 else:

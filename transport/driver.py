@@ -31,6 +31,7 @@ from transport.protocol.events import (
     ConnectionIdRetired,
     Event,
 )
+from transport.protocol.turns import Turns
 from transport.socket_filter import FloodGuard
 from transport.udp import MAX_DATAGRAM, Received, UdpSocket
 
@@ -64,6 +65,7 @@ class Driver:
         sock: the bound socket; closed by `close`.
         demux: the table of its connections.
         guard: told of the time that strangers take.
+        turns: told of the time that each connection takes.
         on_event: called with each event of each connection, in order.
         on_pumped: called after a connection was looked after.
     """
@@ -73,6 +75,7 @@ class Driver:
         sock: UdpSocket,
         demux: Demultiplexer,
         guard: FloodGuard,
+        turns: Turns,
         *,
         on_event: EventHandler,
         on_pumped: Callable[[ConnectionCore], None],
@@ -80,6 +83,7 @@ class Driver:
         self.socket = sock
         self.demux = demux
         self._guard = guard
+        self._turns = turns
         self._on_event = on_event
         self._on_pumped = on_pumped
         self._pumping: set[ConnectionCore] = set()
@@ -163,6 +167,8 @@ class Driver:
             self._take_errors()
         for core in touched:
             self.pump(core)
+        self._turns.looked(now, more=received is not None)
+        self._guard.budget.looked(now, more=received is not None)
         return received is not None
 
     def _handle(self, received: Received, touched: dict[ConnectionCore, None], now: float) -> float:
@@ -194,6 +200,8 @@ class Driver:
         now = time.monotonic()
         is_known = isinstance(target, ConnectionCore) and not self.demux.is_stranger(target)
         self._guard.spend(now - since, now, on_strangers=not is_known)
+        if is_known:
+            self._turns.spend(target, now - since)
         return now
 
     def _take_errors(self) -> None:

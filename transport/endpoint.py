@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVarTuple, Unpack
 
 import anyio
 
@@ -25,7 +25,6 @@ from auth import (
 from auth.shared_secret import secret_of
 from transport.addresses import (
     PeerAddress,
-    canonical_address,
     format_address,
     parse_address,
 )
@@ -55,9 +54,12 @@ from transport.protocol.connection_ids import ConnectionIds
 from transport.protocol.events import Event
 from transport.protocol.hello import BOOT_ID_LENGTH, HELLO_MAX
 from transport.protocol.newcomers import NewcomerFilter, StrangerBudget
+from transport.protocol.turns import Turns
+from transport.reception import Reception
 from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
 from transport.socket_filter import FloodGuard
 from transport.udp import UdpSocket
+from transport.whereabouts import MAX_ADDRESSES, Whereabouts
 
 __all__ = ["Endpoint"]
 
@@ -82,11 +84,7 @@ HANDLER_GRACE = 5.0
 REDIAL_SECONDS = 0.2
 """How long a dialer that was refused for another connection waits for it before it dials again."""
 
-MAX_KNOWN_PEERS = 4096
-MAX_KNOWN_ADDRESSES = 16
-
 _Arguments = TypeVarTuple("_Arguments")
-_Value = TypeVar("_Value")
 
 _log = logging.getLogger("quicmesh.transport")
 
@@ -143,10 +141,11 @@ class Endpoint:
             request_timeout=self.config.handshake_timeout,
             authorizer_timeout=self.config.authorizer_timeout,
         )
+        self._turns = Turns()
+        self._reception = Reception(self._services.serve, self._turns)
         self._protocols: dict[str, AlpnHandler] = {}
         self._connections: dict[ConnectionCore, Connection] = {}
-        self._known: dict[NodeId, tuple[SocketAddress, ...]] = {}
-        self._reached: dict[NodeId, SocketAddress] = {}
+        self._whereabouts = Whereabouts()
         self._observers: list[Callable[[EndpointEvent], object]] = []
         self._tasks = Background("an endpoint")
         self._closing = False
@@ -168,7 +167,12 @@ class Endpoint:
         )
         guard = FloodGuard(sock.raw, self._ids, self._demux, budget)
         self._driver = Driver(
-            sock, self._demux, guard, on_event=self._on_event, on_pumped=self._pumped
+            sock,
+            self._demux,
+            guard,
+            self._turns,
+            on_event=self._on_event,
+            on_pumped=self._pumped,
         )
         self._driving = anyio.CancelScope(shield=True)
         self._dialer = Dialer(self._tasks, self._why_silent)
@@ -180,6 +184,7 @@ class Endpoint:
             self._driver.close()
             raise
         self._tasks.start_soon(self._drive)
+        self._tasks.start_soon(self._reception.run)
         return self
 
     async def __aexit__(
@@ -212,7 +217,7 @@ class Endpoint:
         """Where others may reach this node, the likeliest first."""
         if self.config.advertise:
             return tuple(parse_address(text) for text in self.config.advertise)
-        return self._driver.socket.reachable()[:MAX_KNOWN_ADDRESSES]
+        return self._driver.socket.reachable()[:MAX_ADDRESSES]
 
     @property
     def bound(self) -> SocketAddress:
@@ -285,13 +290,11 @@ class Endpoint:
 
     def add_addresses(self, node_id: NodeId, addresses: tuple[SocketAddress, ...]) -> None:
         """Remember where `node_id` may be reached, before what was known of it."""
-        known = self._known.get(node_id, ())
-        merged = dict.fromkeys((*map(canonical_address, addresses), *known))
-        _remember(self._known, node_id, tuple(merged)[:MAX_KNOWN_ADDRESSES])
+        self._whereabouts.add(node_id, addresses)
 
     def known_addresses(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return the addresses known for `node_id`, the latest first."""
-        return self._known.get(node_id, ())
+        return self._whereabouts.of(node_id)
 
     def connection(self, node_id: NodeId) -> Connection | None:
         """Return the open connection with `node_id`, if there is one."""
@@ -336,11 +339,7 @@ class Endpoint:
                 return open_one
         elif credential:
             raise TransportError("connecting", why="only the mesh's own protocol has a credential")
-        given = map(canonical_address, target.addresses)
-        addresses = dict.fromkeys((*given, *self.known_addresses(target.node_id)))
-        won = self._reached.get(target.node_id)
-        if won in addresses:
-            addresses = {won: None, **addresses}  # whatever is said elsewhere, it worked last
+        addresses = self._whereabouts.to_dial(target.node_id, target.addresses)
         if not addresses:
             raise Unreachable(
                 "connecting",
@@ -359,7 +358,7 @@ class Endpoint:
 
         shared = alpn == MESH_ALPN
         connection = await self._dialer.dial(
-            PeerAddress(target.node_id, tuple(addresses)),
+            PeerAddress(target.node_id, addresses),
             attempt,
             key=(target.node_id, credential) if shared else object(),
             timeout=self.config.connect_timeout if timeout is None else timeout,
@@ -506,8 +505,7 @@ class Endpoint:
         """Begin to serve a connection whose peer is admitted."""
         self._demux.admitted(connection.core)
         if connection.alpn == MESH_ALPN:
-            self.add_addresses(connection.peer.node_id, (connection.remote_address,))
-            _remember(self._reached, connection.peer.node_id, connection.remote_address)
+            self._whereabouts.reached(connection.peer.node_id, connection.remote_address)
         self._notify(PeerJoined(connection))
         connection.on_close(self._left)
         self._tasks.start_soon(self._serve, connection)
@@ -517,7 +515,7 @@ class Endpoint:
         async with anyio.create_task_group() as tasks:
             if connection.alpn == MESH_ALPN:
                 connection.serve_streams(
-                    lambda stream: tasks.start_soon(self._services.serve, connection, stream),
+                    lambda stream: self._reception.receive(connection, stream, tasks),
                     framed=True,
                 )
             elif handler is not None:
@@ -531,6 +529,7 @@ class Endpoint:
                 # In a program that was cancelled but is held up, the connection still stands.
                 if connection.alpn == MESH_ALPN:
                     connection.serve_streams(lambda stream: stream.reset(AppCode.LEFT), framed=True)
+                    self._reception.forget(connection)
             if connection.closed is None:
                 self._cut_off(connection, "the grant has expired")
             # What the peer sent before it left is still to be read; what we ended is over.
@@ -586,13 +585,6 @@ class Endpoint:
                 observer(event)
             except Exception:
                 _log.exception("an observer failed on %r", event)
-
-
-def _remember(table: dict[NodeId, _Value], node_id: NodeId, value: _Value) -> None:
-    table.pop(node_id, None)
-    table[node_id] = value
-    if len(table) > MAX_KNOWN_PEERS:
-        del table[next(iter(table))]
 
 
 @functools.cache

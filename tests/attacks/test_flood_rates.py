@@ -13,7 +13,7 @@ import pytest
 
 from tests.attacks.floods.attackers import FLOODS
 from tests.attacks.floods.measure import (
-    FLOOR,
+    KEPT,
     MEMORY_BOUND,
     Arena,
     Outcome,
@@ -37,11 +37,11 @@ LEAST_ATTACKS = 5
 def test_a_transfer_keeps_half_its_rate(flood: str, floor: Arena, outcomes: list[Outcome]) -> None:
     for _ in range(TRIES):
         outcome = floor.measure(flood)
-        if outcome.kept >= FLOOR and outcome.grown <= MEMORY_BOUND:
+        if outcome.kept >= KEPT and outcome.grown <= MEMORY_BOUND:
             break
     outcomes.append(outcome)
     assert outcome.is_open, "the honest connection was lost"
-    assert outcome.kept >= FLOOR
+    assert outcome.kept >= KEPT
     assert outcome.grown <= MEMORY_BOUND
     assert outcome.attacks > LEAST_ATTACKS, "it was no flood"
     if flood.startswith("junk"):
@@ -56,6 +56,6 @@ def test_without_its_defences_a_node_goes_down() -> None:
                 outcome = floor.measure("junk: Initials")
             except ProcessEnded:
                 return  # the transfer's connection was lost
-            if outcome.kept < FLOOR:
+            if outcome.kept < KEPT / 10:
                 return
     pytest.fail(f"it kept {outcome.kept:.0%}")

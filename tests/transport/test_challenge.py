@@ -281,8 +281,8 @@ async def test_an_own_protocol_is_for_those_who_have_proved_the_secret() -> None
 
     async with endpoint(secret()) as node, client(secret()) as dialer:
         node.register_alpn("chat/1", chat)
-        refused = await dialer.connect(at(node), alpn="chat/1")
-        assert isinstance(await refused.wait_closed(), AccessDenied)
+        with pytest.raises(AccessDenied):  # while it is dialled, or afterwards
+            raise await (await dialer.connect(at(node), alpn="chat/1")).wait_closed()
         await dialer.connect(at(node))
         await dialer.connect(at(node), alpn="chat/1")
         await eventually(lambda: served)

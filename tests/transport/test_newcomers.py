@@ -278,7 +278,7 @@ def test_all_are_met_again_when_the_flood_is_over() -> None:
     flood = Flood()
     flood.go_on(5.0, rate=1e6, cost=1e-4)
     assert LEAST_SHARE <= flood.budget.share < 0.02
-    flood.go_on(14 * INTERVAL, rate=0, cost=1e-4)
+    flood.go_on(2.0, rate=0, cost=1e-4)
     assert flood.budget.share == 1.0
     flood.turned_away = 0
     flood.go_on(1.0, rate=20, cost=0.007)
@@ -296,6 +296,41 @@ def test_one_interval_lowers_the_share_only_so_far_and_some_are_always_met() -> 
         budget.adapt(101.0 + second)
         assert budget.share >= before * STEEPEST
     assert budget.share == LEAST_SHARE
+
+
+def test_strangers_who_fill_the_queue_have_the_least_even_where_nobody_else_is_busy() -> None:
+    def met(*, more: bool) -> float:
+        budget, now, spent = StrangerBudget(), 100.0, 0.0
+        for _ in range(2000):
+            now += 0.001
+            budget.looked(now, more=more)
+            if budget.has_time(now):
+                spent += 0.001
+                budget.spend(0.001, now, on_strangers=True)
+        return spent / 2.0
+
+    least, most = STRANGERS_TIME
+    assert met(more=False) == pytest.approx(most, abs=0.1)
+    assert met(more=True) == pytest.approx(least, abs=0.1)
+
+
+def test_a_burst_is_smaller_where_the_node_is_busy() -> None:
+    def burst(known: float) -> float:
+        budget, now = StrangerBudget(), 100.0
+        for _ in range(100):
+            now += 0.02
+            budget.spend(0.02 * known, now, on_strangers=False)
+            assert budget.has_time(now)
+        met = 0
+        while budget.has_time(now):
+            met += 1
+            budget.spend(0.001, now, on_strangers=True)
+        return met * 0.001
+
+    assert burst(0.0) == pytest.approx(STRANGERS_BURST, abs=0.002)
+    assert burst(0.8) == pytest.approx(
+        STRANGERS_BURST * STRANGERS_TIME[0] / STRANGERS_TIME[1], abs=0.002
+    )
 
 
 def test_a_clock_that_stands_still_or_goes_back_gives_no_time() -> None:

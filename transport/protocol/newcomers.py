@@ -36,16 +36,22 @@ STRANGERS_TIME = (0.2, 0.8)
 busy, and the most, when it does nothing for them."""
 
 STRANGERS_BURST = 0.1
-"""Seconds that strangers may take at once: a dozen handshakes."""
+"""Seconds that strangers may take at once: a dozen handshakes; a part of it when the node is busy.
+"""
 
-INTERVAL = 0.25
-"""Seconds over which it is measured how busy an endpoint is."""
+INTERVAL = 0.05
+"""Seconds after which the share taken from the socket is set anew."""
+
+BUSY_INTERVAL = 0.02
+"""Seconds over which it is measured how busy an endpoint is: those it knows are not to wait longer
+than that for a flood that came before them."""
 
 LEAST_SHARE = 2.0**-12
 """The smallest share of strangers' datagrams looked at; some always are."""
 
 STEEPEST = 1 / 16
-"""How far one interval may lower the share."""
+GROWTH = 1.25
+"""How far one interval may lower the share, and how far it raises it."""
 
 Address = tuple[str, int]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -153,17 +159,29 @@ class StrangerBudget:
         self.share = 1.0
         """Which part of them should be taken from the socket."""
         self._part = STRANGERS_TIME[1]
-        self._left = STRANGERS_BURST
+        self._left = self._most = STRANGERS_BURST
         self._left_at: float | None = None
         self._began: float | None = None
         self._known = 0.0
         self._met = 0
         self._turned_away = 0
+        self._waiting_since: float | None = None
 
     @property
     def is_exceeded(self) -> bool:
         """Whether some were turned away since `adapt`."""
         return self._turned_away > 0
+
+    def looked(self, now: float, *, more: bool) -> None:
+        """Datagrams were taken from the socket, and `more` were left there.
+
+        While its queue does not come to an end strangers have the least that there is for them:
+        whoever is known and sends something now has to wait for all that came before.
+        """
+        if not more:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
 
     def has_time(self, now: float) -> bool:
         """Count a stranger's datagram; return whether there is time for it."""
@@ -176,7 +194,7 @@ class StrangerBudget:
 
     def spend(self, seconds: float, now: float, *, on_strangers: bool) -> None:
         """Take note of time spent on datagrams, until `now`."""
-        if self._began is None or now - self._began > INTERVAL:
+        if self._began is None or now - self._began > BUSY_INTERVAL:
             self._measure(now)
         if on_strangers:
             self._left -= seconds
@@ -189,15 +207,18 @@ class StrangerBudget:
         if self._turned_away:
             met = self._met / (self._met + self._turned_away)
             self.share = max(LEAST_SHARE, self.share * max(met, STEEPEST))
-        elif self._left > STRANGERS_BURST / 2:
-            self.share = min(1.0, self.share * 2)
+        elif self._left > self._most / 2:
+            self.share = min(1.0, self.share * GROWTH)
         self._met = self._turned_away = 0
         return self.share < 1.0
 
     def _gain(self, now: float) -> None:
         if self._left_at is not None and now > self._left_at:
-            gained = (now - self._left_at) * self._part
-            self._left = min(STRANGERS_BURST, self._left + gained)
+            since = self._waiting_since
+            has_queue = since is not None and now - since > BUSY_INTERVAL
+            part = STRANGERS_TIME[0] if has_queue else self._part
+            self._most = STRANGERS_BURST * part / STRANGERS_TIME[1]
+            self._left = min(self._most, self._left + (now - self._left_at) * part)
         self._left_at = now if self._left_at is None else max(now, self._left_at)
 
     def _measure(self, now: float) -> None:

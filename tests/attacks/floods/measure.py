@@ -31,11 +31,7 @@ MEMORY_BOUND = 48 * MIB
 and their handshakes' garbage."""
 
 KEPT = 0.5
-"""The rate that a transfer should keep beside any flood; the table shows where it does not yet, for
-want of turns that are shared out by time."""
-
-FLOOR = 0.03
-"""Below this it is brought to a standstill."""
+"""The rate that a transfer keeps beside any flood."""
 
 
 @dataclasses.dataclass(frozen=True)
