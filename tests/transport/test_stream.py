@@ -421,12 +421,13 @@ async def test_half_close_leaves_the_other_direction() -> None:
 
 async def test_a_reset_reaches_the_reader_with_its_class() -> None:
     seen: list[MeshError] = []
-    done = anyio.Event()
+    begun, done = anyio.Event(), anyio.Event()
 
     async def serve(request: Incoming) -> None:
         try:
             while True:
                 await request.stream.receive()
+                begun.set()
         except MeshError as error:
             seen.append(error)
             done.set()
@@ -435,6 +436,8 @@ async def test_a_reset_reaches_the_reader_with_its_class() -> None:
     async with serving(serve) as connection:
         stream = await connection.open_stream("s")
         await stream.send(b"x")
+        with anyio.fail_after(5):
+            await begun.wait()
         stream.reset(LimitExceeded("mine"))
         stream.reset()  # a second one changes nothing
         with anyio.fail_after(5):
