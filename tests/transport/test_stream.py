@@ -451,12 +451,12 @@ async def test_a_reset_reaches_the_reader_with_its_class() -> None:
 
 async def test_leaving_the_block_by_an_exception_resets() -> None:
     seen: list[BaseException] = []
-    done = anyio.Event()
+    begun, done = anyio.Event(), anyio.Event()
 
     async def serve(request: Incoming) -> None:
         try:
             async for _ in request.stream:
-                pass
+                begun.set()
         except MeshError as error:
             seen.append(error)
             raise
@@ -468,6 +468,7 @@ async def test_leaving_the_block_by_an_exception_resets() -> None:
         async def give_up() -> None:
             async with await connection.open_stream("s") as stream:
                 await stream.send(b"half of it")
+                await begun.wait()
                 raise LimitExceeded("mine")
 
         with pytest.raises(LimitExceeded):
