@@ -97,7 +97,10 @@ class RateController(QuicCongestionControl):
         if self._state is _State.STARTUP and self.shortest < math.inf:
             # Nothing is known yet that should slow the window down.
             return self.pacing_gain * max(self.rate, self.congestion_window / self.shortest)
-        return self.pacing_gain * self.rate or math.inf
+        if not self.rate:
+            return math.inf
+        least = MINIMUM_PACKETS * self._max_datagram_size / self.shortest
+        return max(self.pacing_gain * self.rate, least)
 
     def ran_dry(self) -> None:
         """The application has nothing more to send: what is measured now is its rate."""

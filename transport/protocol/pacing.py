@@ -70,8 +70,13 @@ class BatchPacer:
             self._bucket -= size
 
     def update_after_send(self, now: float) -> None:
-        """One full packet leaves. As upstream."""
+        """A packet of upstream's leaves, which counts as a full one.
+
+        It may be an acknowledgement, which is sent whether or not pacing lets it (RFC 9002 section
+        7.7): however many there are, what comes after them waits for no more than one.
+        """
         self.took(self._max_datagram_size, now)
+        self._bucket = max(self._bucket, -float(self._max_datagram_size))
 
     def update_rate(self, congestion_window: int, smoothed_rtt: float) -> None:
         """Ask the controller for the rate, or derive it. As upstream."""

@@ -421,7 +421,10 @@ class BatchConnection(QuicConnection):
     def datagrams_to_send(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
         """As upstream; asks for new keys in time."""
         self._update_keys_in_time()
-        return super().datagrams_to_send(now)
+        datagrams = super().datagrams_to_send(now)
+        if not self._writer.has_data:
+            self._writer.ran_dry()
+        return datagrams
 
     def _update_keys_in_time(self) -> None:
         if self._packet_number >= self._key_update_at:

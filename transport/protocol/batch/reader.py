@@ -20,8 +20,9 @@ from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.recovery import MAX_ACK_RANGES
 from aioquic.quic.stream import QuicStream, StreamFinishedError
 
+from transport.protocol.batch.acknowledging import acknowledge_runs
 from transport.protocol.batch.receiving import ReceivePart
-from transport.protocol.batch.sealing import Keys, open_packets
+from transport.protocol.batch.sealing import Keys, Opened, open_packets
 from transport.protocol.batch.writer import FULL_FRAME, VARINT_4, VARINT_8, keys_of
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class BatchReader:
         quic._network_paths[0].bytes_received += size
         packets = _Packets(quic, plain, now)
         try:
-            for number, start, stop in opened:
-                packets.take(number, start, stop)
+            packets.take_all(opened)
             packets.finish()
         except QuicConnectionError as error:
             quic.close(
@@ -135,7 +135,56 @@ class _Packets:
         self._start = self._stop = 0
         self._fin = False
 
-    def take(self, number: int, start: int, stop: int) -> None:
+    def take_all(self, opened: list[Opened]) -> None:
+        """Take packets, in this order."""
+        at = 0
+        while at < len(opened):
+            self._take(*opened[at])
+            at = self._go_on(opened, at + 1)
+
+    def _go_on(self, opened: list[Opened], at: int) -> int:
+        """Take packets as long as each is the next one, with the next bytes of the same stream.
+
+        Nearly all of a bulk transfer's are. Returns which is the first that is not.
+        """
+        stream, last = self._stream, self._last
+        if stream is None or last < self._first or last < self._space.largest_received_packet:
+            return at
+        receiver = ReceivePart.of(stream)
+        target, target_start = receiver.target, receiver.target_start
+        if target is None or receiver.is_finished:
+            return at
+        began, size = at, FULL_FRAME.size
+        plain, unpack = memoryview(self._plain), FULL_FRAME.unpack_from
+        wanted, offset = self._stream_id | VARINT_4, self._stop
+        room = receiver.target_stop - offset
+        while at < len(opened) and not self._fin:
+            number, start, stop = opened[at]
+            if number != last + 1 or stop - start <= size:
+                break
+            kind, stream_id, begin = unpack(plain, start)
+            start += size
+            count = stop - start
+            if (
+                kind & ~WITH_FIN != FIRST_STREAM_TYPE | WITH_OFFSET
+                or stream_id != wanted
+                or begin != offset | VARINT_8
+                or count > room
+            ):
+                break
+            position = offset - target_start
+            target[position : position + count] = plain[start:stop]
+            offset += count
+            room -= count
+            last = number
+            at += 1
+            if kind & WITH_FIN:
+                self._fin = True
+        self._stop, self._last = offset, last
+        self.eliciting += at - began
+        return at
+
+    def _take(self, number: int, start: int, stop: int) -> None:
         """Take the packet `number`, whose payload is ``plain[start:stop]``."""
         if number != self._last + 1 or self._last < self._first:
             self._note_run()
@@ -320,6 +369,7 @@ class _Packets:
                 acknowledged.add(start, end)
         loss = quic._loss
         loss.peer_completed_address_validation = True
+        acknowledge_runs(loss, self._space, acknowledged, self._now)
         loss.on_ack_received(
             ack_rangeset=acknowledged,
             ack_delay=(delay << quic._remote_ack_delay_exponent) / 1e6,

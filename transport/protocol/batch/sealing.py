@@ -7,7 +7,7 @@ for each payload, and no copy of a packet.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from cryptography.exceptions import InvalidTag
 
@@ -96,19 +96,25 @@ class Sealer:
 
     def add(self, number: int, payload: bytes) -> int:
         """Append packet `number`; return its size. At least `MIN_PAYLOAD` bytes of payload."""
-        start = self.size
-        body = start + self._header_size
-        stop = body + len(payload) + TAG_SIZE
-        header = self._prefix + (number & 0xFFFF).to_bytes(2, "big")
-        buffer = self._buffer
-        buffer[start:body] = header
-        keys = self._keys
-        keys.aead.encrypt_into(
-            (keys.iv ^ number).to_bytes(12, "big"), payload, header, buffer[body:stop]
-        )
-        self._starts.append(start)
-        self.size = stop
-        return stop - start
+        before = self.size
+        self.add_run(number, [payload])
+        return self.size - before
+
+    def add_run(self, number: int, payloads: list[bytes]) -> None:
+        """Append packets, numbered from `number` on, whose payloads are of one length."""
+        keys, buffer, starts = self._keys, self._buffer, self._starts
+        encrypt, iv, prefix = keys.aead.encrypt_into, keys.iv, self._prefix
+        start, header_size = self.size, self._header_size
+        size = header_size + len(payloads[0]) + TAG_SIZE
+        for payload in payloads:
+            body = start + header_size
+            header = prefix + (number & 0xFFFF).to_bytes(2, "big")
+            buffer[start:body] = header
+            encrypt((iv ^ number).to_bytes(12, "big"), payload, header, buffer[body : start + size])
+            starts.append(start)
+            start += size
+            number += 1
+        self.size = start
 
     def finish(self) -> memoryview:
         """Protect all headers and return the batch."""
@@ -130,12 +136,8 @@ class Sealer:
         return buffer[: self.size]
 
 
-class Opened(NamedTuple):
-    """A packet whose protection is off: its payload is ``plain[start:stop]``."""
-
-    number: int
-    start: int
-    stop: int
+Opened: TypeAlias = tuple[int, int, int]
+"""A packet whose protection is off: its number, and where its payload begins and ends."""
 
 
 def open_packets(
@@ -184,22 +186,30 @@ def open_packets(
     }
     at = -stride
     for start in starts:
-        stop = min(start + segment, size)
+        stop = start + segment
+        if stop > size:
+            stop = size
         at += stride
         first = data[start] ^ masks[at] & SHORT_HEADER_MASK
-        if first & CHECKED_BITS != wanted or data[start + 1 : start + number_at] != destination:
+        body = start + number_at
+        if first & CHECKED_BITS != wanted or data[start + 1 : body] != destination:
             others.append((start, stop))
             continue
-        low = first & 3
-        body = start + number_at + low + 1
-        if low == 1:
-            truncated = (data[body - 2] ^ masks[at + 1]) << 8 | data[body - 1] ^ masks[at + 2]
+        if first & 3 == 1:
+            truncated = (data[body] ^ masks[at + 1]) << 8 | data[body + 1] ^ masks[at + 2]
+            body += 2
+            number = expected
+            if truncated != expected & 0xFFFF:
+                number = decode_packet_number(truncated, 16, expected)
+            header = prefixes[first] + truncated.to_bytes(2, "big")
         else:
+            length = (first & 3) + 1
             truncated = 0
-            for i in range(low + 1):
-                truncated = truncated << 8 | data[start + number_at + i] ^ masks[at + 1 + i]
-        number = decode_packet_number(truncated, 8 * (low + 1), expected)
-        header = prefixes[first] + truncated.to_bytes(low + 1, "big")
+            for i in range(length):
+                truncated = truncated << 8 | data[body + i] ^ masks[at + 1 + i]
+            body += length
+            number = decode_packet_number(truncated, 8 * length, expected)
+            header = prefixes[first] + truncated.to_bytes(length, "big")
         end = stop - TAG_SIZE
         try:
             decrypt((iv ^ number).to_bytes(12, "big"), view[body:stop], header, plain[body:end])
@@ -207,7 +217,7 @@ def open_packets(
             continue
         if number >= expected:
             expected = number + 1
-        opened.append(Opened(number, body, end))
+        opened.append((number, body, end))
     return opened, others
 
 

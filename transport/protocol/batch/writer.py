@@ -18,7 +18,7 @@ from aioquic.quic.stream import QuicStream
 
 from transport.protocol.batch.sealing import MIN_PAYLOAD, Keys, Sealer
 from transport.protocol.batch.sending import SendPart
-from transport.protocol.batch.sent import SentPacket, Transmit
+from transport.protocol.batch.sent import FramePacket, Handlers, SentPacket, SentRun, Transmit
 
 if TYPE_CHECKING:
     from transport.protocol.batch.connection import BatchConnection
@@ -55,7 +55,6 @@ ACK_OF_ACK_EVERY = 8
 the ranges can be forgotten (RFC 9000 section 13.2.4)."""
 
 Bytes = bytes | bytearray | memoryview
-Handlers = list[tuple[Any, Any]]
 
 
 class BatchWriter:
@@ -134,10 +133,14 @@ class BatchWriter:
         if prefix:
             batch.add(b"".join(prefix), handlers, eliciting=len(prefix) > 1)
         if is_dry:
-            ran_dry = getattr(quic._loss._cc, "ran_dry", None)
-            if ran_dry is not None:
-                ran_dry()
+            self.ran_dry()
         return batch.finish()
+
+    def ran_dry(self) -> None:
+        """Tell the congestion controller that there is nothing more to send."""
+        ran_dry = getattr(self._quic._loss._cc, "ran_dry", None)
+        if ran_dry is not None:
+            ran_dry()
 
     def write_probe(self, size: int, now: float) -> Transmit | None:
         """Return one datagram of `size` bytes that says nothing: its fate does (RFC 8899)."""
@@ -181,16 +184,20 @@ class BatchWriter:
         room = batch.room - FULL_FRAME.size
         for stream in self._sendable():
             sender = SendPart.of(stream)
-            limit = min(sender._buffer_stop, self._credit(stream))
             position = sender.fresh
-            if limit - position < room or not sender.can_read():
+            limit = min(sender._buffer_stop, self._credit(stream))
+            full = min((limit - position) // room, count - batch.packets)
+            if full <= 0 or not sender.can_read():
                 continue
             assert stream.stream_id is not None
             base = stream.stream_id | VARINT_4
+            pack = FULL_FRAME.pack
             first, piece = sender.piece_at(position)
             piece_stop = first + len(piece)
-            handler = sender.on_data_delivery
-            while batch.packets < count and limit - position >= room:
+            payloads = []
+            kind = STREAM_WITH_OFFSET
+            start, last = position, position + full * room
+            while position < last:
                 stop = position + room
                 if stop <= piece_stop:
                     data: Bytes = piece[position - first : stop - first]
@@ -198,13 +205,12 @@ class BatchWriter:
                     data = sender.read(position, stop)
                     first, piece = sender.piece_at(stop - 1)
                     piece_stop = first + len(piece)
-                fin = stop == sender._buffer_fin
-                frame = FULL_FRAME.pack(STREAM_WITH_OFFSET | fin, base, position | VARINT_8)
-                batch.add(b"".join((frame, data)), [(handler, (position, stop, fin))])
+                if stop == sender._buffer_fin:
+                    kind |= STREAM_FIN
+                payloads.append(b"".join((pack(kind, base, position | VARINT_8), data)))
                 position = stop
-                if fin:
-                    break
-            self._took(stream, position, fin=position == sender._buffer_fin)
+            batch.add_frames(payloads, sender, start, room, fin=kind & STREAM_FIN > 0)
+            self._took(stream, position, fin=kind & STREAM_FIN > 0)
             return
 
     def _compose(self, batch: _Batch, parts: list[bytes], handlers: Handlers) -> bool:
@@ -324,6 +330,24 @@ class _Batch:
         if eliciting:
             self._eliciting += 1
             self._on_packet_sent(packet=packet)  # type: ignore[arg-type]
+
+    def add_frames(
+        self, payloads: list[bytes], sender: SendPart, start: int, room: int, *, fin: bool
+    ) -> None:
+        """Seal packets that are full of a stream's data from offset `start`, `room` bytes each."""
+        quic = self._quic
+        first, count = quic._packet_number, len(payloads)
+        self._sealer.add_run(first, payloads)
+        run = SentRun(self._now, self._size, count)
+        sent: dict[int, Any] = self._space.sent_packets
+        for number in range(first, first + count):
+            sent[number] = FramePacket(run, number, sender, start, start + room, False)
+            start += room
+        quic._packet_number = first + count
+        sent[first + count - 1].fin = fin
+        self.packets += count
+        self._eliciting += count
+        self._on_packet_sent(packet=run)  # type: ignore[arg-type]
 
     def add_probe(self, payload: bytes, handlers: Handlers) -> None:
         """Seal one packet whose loss says nothing about congestion."""
