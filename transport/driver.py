@@ -33,22 +33,19 @@ from transport.protocol.events import (
 )
 from transport.protocol.turns import Turns
 from transport.socket_filter import FloodGuard
-from transport.udp import MAX_DATAGRAM, Received, UdpSocket
+from transport.udp import RECEIVE_ROOM, Received, UdpSocket
 
 __all__ = ["Driver"]
 
 RECEIVES_PER_TURN = 4
 """Batches, or single datagrams, taken from the socket before their answers are sent."""
 
-BATCHES_PER_TURN = 2
-"""What one connection may send before others have their turn: 88 full packets take about 0.6 ms."""
-
 SOON = 0.002
 """An entry of the timer closer than this, in seconds, is taken back when nothing is due then."""
 
 TURN_SECONDS = 0.0005
-"""How long to go on taking datagrams in one turn. A batch takes half of that, and a handshake alone
-ten times as much."""
+"""How long to go on taking datagrams, or sending those of one connection, in one turn. A batch takes
+this at most, and a handshake alone ten times as much."""
 
 MAX_BACKLOG = 1024
 """Sends kept while the socket is full. More than that is congestion, and loss says so."""
@@ -93,7 +90,7 @@ class Driver:
         self._order = itertools.count()
         self._timer_scope: anyio.CancelScope | None = None
         self._timer_at = math.inf
-        self._buffer = bytearray(MAX_DATAGRAM)
+        self._buffer = bytearray(RECEIVE_ROOM)
         self._busy: dict[ConnectionCore, None] = {}
         self._busier = anyio.Event()
         self._backlog: deque[Transmit] = deque(maxlen=MAX_BACKLOG)
@@ -155,21 +152,21 @@ class Driver:
         """Work on what waits for one turn, and send what it calls for; return if more may wait."""
         began = now = time.monotonic()
         touched: dict[ConnectionCore, None] = {}
-        received = None
         for _ in range(RECEIVES_PER_TURN):
             received = self.socket.receive_into(self._buffer)
             if received is None:
                 break
             now = self._handle(received, touched, now)
-            if now - began > TURN_SECONDS:
+            if now - began > TURN_SECONDS or not self.socket.has_more:
                 break
         if self.socket.has_errors or not touched:
             self._take_errors()
         for core in touched:
             self.pump(core)
-        self._turns.looked(now, more=received is not None)
-        self._guard.budget.looked(now, more=received is not None)
-        return received is not None
+        more = self.socket.has_more
+        self._turns.looked(now, more=more)
+        self._guard.budget.looked(now, more=more)
+        return more
 
     def _handle(self, received: Received, touched: dict[ConnectionCore, None], now: float) -> float:
         """Give datagrams to the connections they belong to; return the time."""
@@ -240,7 +237,8 @@ class Driver:
             core.abandon("internal error")
 
     def _send_batches(self, core: ConnectionCore, now: float) -> None:
-        for _ in range(BATCHES_PER_TURN):
+        end = now + TURN_SECONDS
+        while True:
             transmit = None if self._backlog else core.batch_to_send(now)
             if transmit is None:
                 break
@@ -248,6 +246,8 @@ class Driver:
             self._report_oversized(core, now)
             if not core.has_stream_data:
                 return
+            if time.monotonic() > end:
+                break
         if transmit is not None or self._backlog:
             self._busy[core] = None
             self._busier.set()
@@ -279,7 +279,7 @@ class Driver:
         if not self._backlog:
             taken = self.socket.send_batch(data, segment, address)  # type: ignore[arg-type]
         if taken < len(data):
-            self._backlog.append(Transmit(data[taken:], segment, address))
+            self._backlog.append(Transmit(bytes(data[taken:]), segment, address))
             self._backlogged.set()
 
     async def _send_backlog(self) -> None:

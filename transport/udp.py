@@ -19,7 +19,7 @@ from transport.addresses import format_address, interface_addresses
 from transport.binding import parse_bind
 from transport.errors import AddressError, AddressInUse
 
-__all__ = ["MAX_DATAGRAM", "Received", "Refusal", "UdpSocket"]
+__all__ = ["RECEIVE_ROOM", "Received", "Refusal", "UdpSocket"]
 
 BUFFER_SIZE = 4 << 20
 """Asked of the kernel for each direction; it gives what its own limit allows."""
@@ -29,6 +29,17 @@ MAX_REFUSALS = 64
 
 MAX_DATAGRAM = 65535
 """No UDP payload is larger, nor a batch that the kernel has put together."""
+
+GATHERED = 65536
+"""With so many bytes no further datagrams are received for the same batch."""
+
+RECEIVE_ROOM = GATHERED + MAX_DATAGRAM
+"""What a buffer to receive into has to have."""
+
+MAX_SEGMENTS = 64
+MAX_SEGMENTED = 65000
+"""Datagrams, and bytes of them, that one call can send (udp(7): UDP_MAX_SEGMENTS, and an IP packet
+with its headers)."""
 
 # Linux: segmentation offload (udp(7)). One call sends, or receives, many datagrams of one size.
 _SOL_UDP = 17
@@ -116,6 +127,10 @@ class UdpSocket:
         self._ask_to_join()
         self._forbid_fragments()
         self._last_source: tuple[object, SocketAddress] = (None, ("", 0))
+        self._held: Received | None = None
+        self._held_data = b""
+        self.has_more = True
+        """Whether something may wait: the last that was received was not found to be the last."""
         self._reports_errors = self._ask_for_errors()
         self.oversized = 0
         """The size of a datagram that the way out could not take, since this was last set to 0."""
@@ -149,33 +164,69 @@ class UdpSocket:
         return tuple((host, port) for host in self._binding.select(found))
 
     def receive_into(self, buffer: bytearray) -> Received | None:
-        """Receive what waits longest into `buffer`, of `MAX_DATAGRAM` bytes; None: nothing waits.
+        """Receive what waits longest into `buffer`, of `RECEIVE_ROOM` bytes; None: nothing waits.
 
-        An error report about something sent before sets `has_errors`, and may be all there is.
+        What comes after it from the same source is received behind it, as long as each datagram is
+        as long as the first; `has_more` tells then whether something is known to wait. An error
+        report about something sent before sets `has_errors`, and may be all there is.
         """
+        room = memoryview(buffer)
+        batch, self._held = self._held, None
+        if batch is None:
+            batch = self._receive(room)
+        else:
+            room[: batch.size] = self._held_data
+        if batch is None:
+            return None
+        size, segment, source = batch
+        while segment and size < GATHERED and not size % segment and self.has_more:
+            more = self._receive(room[size : size + MAX_DATAGRAM])
+            if more is None:
+                break
+            is_alike = more.segment == segment or more.size == more.segment < segment
+            if not more.size or not is_alike or more.source != source:
+                self._held, self._held_data = more, bytes(room[size : size + more.size])
+                break
+            size += more.size
+        return Received(size, segment, source)
+
+    def _receive(self, room: memoryview) -> Received | None:
         while True:
             try:
-                size, ancillary, _, source = self._socket.recvmsg_into([buffer], _GRO_ANCILLARY)
+                size, ancillary, _, source = self._socket.recvmsg_into([room], _GRO_ANCILLARY)
             except BlockingIOError:
+                self.has_more = False
                 return None
             except OSError as error:
                 if error.errno == errno.EBADF:
                     raise
                 self.has_errors = True  # the queue has the details
                 continue
+            self.has_more = True
             segment = size
             for level, kind, value in ancillary:
                 if level == _SOL_UDP and kind == _UDP_GRO:
                     segment = int.from_bytes(value[:4], sys.byteorder)
             if source != self._last_source[0]:
                 self._last_source = (source, self._plain(source))
-            return Received(size, min(segment, size) or size, self._last_source[1])
+            return Received(size, min(segment, size), self._last_source[1])
 
     def send_batch(self, data: bytes | memoryview, segment: int, address: SocketAddress) -> int:
-        """Send `data` as datagrams of `segment` bytes, in one call where the kernel can.
+        """Send `data` as datagrams of `segment` bytes, in few calls where the kernel can.
 
         Returns how many bytes were taken: fewer than all when the socket's buffer is full.
         """
+        step = segment * max(1, min(MAX_SEGMENTS, MAX_SEGMENTED // segment))
+        for start in range(0, len(data), step):
+            part = data[start : start + step]
+            taken = self._send_segmented(part, segment, address)
+            if taken < len(part):
+                return start + taken
+        return len(data)
+
+    def _send_segmented(
+        self, data: bytes | memoryview, segment: int, address: SocketAddress
+    ) -> int:
         if len(data) <= segment:
             return len(data) if self.send(data, address) else 0
         target = self._native(address) if self._segments else None

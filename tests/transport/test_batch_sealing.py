@@ -29,7 +29,7 @@ def sealed(
     crypto: CryptoContext, payloads: list[bytes], first: int, *, spin: bool = False
 ) -> tuple[bytearray, int]:
     """A batch of `payloads`, numbered from `first`, and the size of its packets."""
-    sealer = Sealer(keys_of(crypto), ID, spin=spin, capacity=65536)
+    sealer = Sealer(keys_of(crypto), ID, spin=spin, room=bytearray(65536))
     size = max(sealer.add(first + n, payload) for n, payload in enumerate(payloads))
     return bytearray(sealer.finish()), size
 

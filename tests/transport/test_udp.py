@@ -16,7 +16,7 @@ from transport import AddressError, AddressInUse, Incoming, format_address, pars
 from transport.addresses import canonical_address
 from transport.endpoint import _warn_once
 from transport.protocol.batch import Transmit
-from transport.udp import _SOL_UDP, _UDP_GRO, MAX_DATAGRAM, UdpSocket
+from transport.udp import _SOL_UDP, _UDP_GRO, RECEIVE_ROOM, UdpSocket
 
 # -- addresses
 
@@ -104,7 +104,7 @@ def test_a_wildcard_is_reached_at_the_addresses_of_interfaces() -> None:
 
 def received(sock: UdpSocket) -> list[tuple[bytes, tuple[str, int]]]:
     """All datagrams that wait, one by one."""
-    buffer = bytearray(MAX_DATAGRAM)
+    buffer = bytearray(RECEIVE_ROOM)
     out = []
     while (batch := sock.receive_into(buffer)) is not None:
         for start in range(0, batch.size or 1, batch.segment or 1):

@@ -22,6 +22,7 @@ from aioquic.quic.stream import QuicStream, StreamFinishedError
 
 from transport.protocol.batch.acknowledging import acknowledge_runs
 from transport.protocol.batch.receiving import ReceivePart
+from transport.protocol.batch.scratch import Scratch
 from transport.protocol.batch.sealing import Keys, Opened, open_packets
 from transport.protocol.batch.writer import FULL_FRAME, VARINT_4, VARINT_8, keys_of
 
@@ -51,6 +52,7 @@ class BatchReader:
         self._keys: Keys | None = None
         self._keys_of: object = None
         self._unacknowledged = 0
+        self._scratch = Scratch()
 
     def can_read(self, address: object) -> bool:
         """Whether batches from `address` can be read here at all."""
@@ -69,7 +71,7 @@ class BatchReader:
         """
         quic = self._quic
         space = quic._spaces[tls.Epoch.ONE_RTT]
-        plain = bytearray(size)
+        plain = self._scratch.get(size)
         opened, others = open_packets(
             self._receive_keys(),
             data,

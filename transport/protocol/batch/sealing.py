@@ -74,10 +74,10 @@ class Sealer:
         keys: the sending keys now in use.
         destination: the peer's connection id.
         spin: the spin bit (RFC 9000 section 17.4).
-        capacity: bytes that the batch may have.
+        room: where the batch is made.
     """
 
-    def __init__(self, keys: Keys, destination: bytes, *, spin: bool, capacity: int) -> None:
+    def __init__(self, keys: Keys, destination: bytes, *, spin: bool, room: bytearray) -> None:
         self._keys = keys
         self._first_byte = (
             FIXED_BIT | spin << 5 | keys.phase << 2 | (PACKET_NUMBER_SIZE - 1)
@@ -85,7 +85,7 @@ class Sealer:
         self._prefix = self._first_byte + destination
         self._number_at = len(self._prefix)
         self._header_size = self._number_at + PACKET_NUMBER_SIZE
-        self._buffer = memoryview(bytearray(capacity))
+        self._buffer = memoryview(room)
         self._starts: list[int] = []
         self.size = 0
 
