@@ -28,6 +28,7 @@ from auth import (
     deny_all,
 )
 from auth.authorizer import parts
+from mesh.bench import register_calls as register_bench
 from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
@@ -245,6 +246,7 @@ class Node:
             register_services(self)
             if self._tensors is not None:
                 await stack.enter_async_context(self._tensors.service(endpoint, self.authorizer))
+                register_bench(endpoint)
             for keys in self._watched:
                 endpoint.start_soon(self._watch_keys, keys, endpoint)
             for ticket in self._join:

@@ -56,6 +56,8 @@ async def test_moves_and_calls_keep_to_the_schema(frames):
             await made.get()
         connection = await on_a.connection()
         await connection.call("node.status")
+        await connection.call("bench.echo", bytes(64))
+        await connection.call("bench.usage")
     for data in frames:
         SCHEMA.validate_cbor(data)
     kinds = {key for data in frames for key in cbor.decode(data, max_size=1 << 20)}

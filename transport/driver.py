@@ -44,8 +44,8 @@ SOON = 0.002
 """An entry of the timer closer than this, in seconds, is taken back when nothing is due then."""
 
 TURN_SECONDS = 0.0005
-"""How long to go on taking datagrams, or sending those of one connection, in one turn. A batch takes
-this at most, and a handshake alone ten times as much."""
+"""How long to go on taking datagrams, or sending those of one connection, in one turn: what a batch
+takes at most, and a handshake alone ten times as much."""
 
 MAX_BACKLOG = 1024
 """Sends kept while the socket is full. More than that is congestion, and loss says so."""

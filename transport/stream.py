@@ -329,7 +329,7 @@ class Stream(anyio.abc.ByteStream):
         core, connection = self.core, self.connection
         told = 0
         step = _Step()
-        connection.core.lend(core, view, is_intact, AppCode.INTERNAL)
+        part = connection.core.lend(core, view, is_intact, AppCode.INTERNAL)
         try:
             connection.pump()
             while told < len(view):
@@ -337,19 +337,23 @@ class Stream(anyio.abc.ByteStream):
                     raise BufferGone(
                         "sending", peer=self.peer, why="its memory was given back meanwhile"
                     )
-                if connection.core.quic.is_discarded(core.stream_id):
-                    raise StreamReset(
-                        "a stream", peer=self.peer, stage="send", why="it was reset meanwhile"
-                    )
                 below = len(view) - step.after(told, len(view))
-                come = len(view) - connection.core.unacknowledged(core, wake_below=below)
+                connection.core.unacknowledged(core, wake_below=below)
+                come = len(view) - part.unacknowledged
                 if come > told:
                     moved(come - told)
                     told = come
-                else:
+                    continue
+                is_over = part.is_finished or self._closed or connection.closed is not None
+                if is_over or core.remote_stop != AppCode.NO_ERROR:
                     await self._check_writable()
-                    await self._wait("send")
-                    step.looked()
+                # Else the peer wants no more, and may have taken all: acknowledgements will tell.
+                if part.is_finished:
+                    raise StreamReset(
+                        "a stream", peer=self.peer, stage="send", why="it was reset meanwhile"
+                    )
+                await self._wait("send")
+                step.looked()
         finally:
             if told < len(view):
                 self._is_half_sent = True

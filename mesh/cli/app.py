@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from auth import MeshError
-from mesh.cli import identity, peers, running
+from mesh.cli import bench, identity, peers, running
 from mesh.cli.signals import INTERRUPTED, interruptible
 from mesh.home import ENVIRONMENT, Home
 from mesh.version import version
@@ -83,5 +83,5 @@ def _ask_passphrase(key: Path) -> str | None:
         return getpass.getpass(f"Passphrase of {key}: ")
 
 
-for _commands in (identity, running, peers):
+for _commands in (identity, running, peers, bench):
     _commands.add_to(app)

@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
-import tempfile
+import math
+import os
+import socket
 import time
-from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from tests.benchmarks.harness import child
-
-SMALL = 64
+from tests.benchmarks.harness import SMALL, Pipe, Site, obey
 
 
-def serve(pipe: Pipe, meet: str, count: int, nbytes: int) -> None:
-    pipe.send("started")
-    dist.init_process_group("gloo", init_method=meet, rank=1, world_size=2)
-    tensor, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(SMALL, dtype=torch.uint8)
-    for _ in range(count):
-        dist.recv(tensor, 0)
-        dist.send(answer, 0)
-    pipe.recv()
+class Gloo:
+    """One contender: send and recv between two ranks, with a small answer."""
 
+    most = math.inf
+    spins = False
 
-def _run(count: int, nbytes: int) -> list[float]:
-    with tempfile.TemporaryDirectory() as folder:
-        meet = (Path(folder) / "meet").as_uri()
-        with child(serve, meet, count, nbytes) as (_, pipe):
-            dist.init_process_group("gloo", init_method=meet, rank=0, world_size=2)
-            tensor = torch.zeros(nbytes, dtype=torch.uint8)
-            answer = torch.zeros(SMALL, dtype=torch.uint8)
+    def missing(self) -> str | None:
+        return None
+
+    def serve(self, pipe: Pipe, site: Site) -> None:
+        import torch
+        import torch.distributed as dist
+
+        with socket.create_server((site.address, 0)) as probe:
+            where = probe.getsockname()[:2]
+        pipe.send(where)
+        _join(site, where, rank=0)
+        order = torch.zeros(2, dtype=torch.int64)
+        answer = torch.zeros(len(SMALL), dtype=torch.uint8)
+        room = torch.zeros(0, dtype=torch.uint8)
+        while True:
+            try:
+                dist.recv(order, 1)
+            except RuntimeError:
+                return  # the other has left
+            count, nbytes = order.tolist()
+            if len(room) != nbytes:
+                room = torch.ones(nbytes, dtype=torch.uint8)
+            for _ in range(count):
+                dist.recv(room, 1)
+                dist.send(answer, 1)
+
+    def dial(self, pipe: Pipe, site: Site, where: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        _join(site, where, rank=1)
+        answer = torch.zeros(len(SMALL), dtype=torch.uint8)
+        data = torch.zeros(0, dtype=torch.uint8)
+
+        def trips(count: int, nbytes: int) -> list[float]:
+            nonlocal data
+            if len(data) != nbytes:
+                data = torch.ones(nbytes, dtype=torch.uint8)
+            dist.send(torch.tensor([count, nbytes]), 0)
             times = []
             for _ in range(count):
                 began = time.perf_counter()
-                dist.send(tensor, 1)
-                dist.recv(answer, 1)
+                dist.send(data, 0)
+                dist.recv(answer, 0)
                 times.append(time.perf_counter() - began)
-            dist.destroy_process_group()
-            pipe.send("done")
             return times
 
-
-def latencies(count: int) -> list[float]:
-    return _run(count, SMALL)
+        obey(pipe, lambda count: trips(count, len(SMALL)), lambda nbytes: trips(1, nbytes)[0])
 
 
-def throughput(nbytes: int) -> float:
-    return nbytes / _run(1, nbytes)[0]
+def _join(site: Site, where: tuple[str, int], *, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = site.interface
+    host, port = where
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=2)

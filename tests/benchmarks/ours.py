@@ -2,122 +2,139 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import math
 import time
 from collections.abc import Awaitable, Callable
-from multiprocessing.connection import Connection as Pipe
-from typing import TypeVar
+from typing import Any
 
 import anyio
 
 from auth import NodeId, SecretKey, allow_any
-from tests.benchmarks.harness import child, resident_bytes
-from transport import Connection, Endpoint, EndpointConfig, Incoming, PeerAddress
+from tests.benchmarks.harness import (
+    SMALL,
+    Pipe,
+    Site,
+    filled,
+    obey_async,
+)
+from transport import Connection, Endpoint, EndpointConfig, Incoming, PeerAddress, Stream
 from transport.protocol import path_mtu
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0")
-SMALL = b"x" * 64
-
-T = TypeVar("T")
+LIVENESS = 30.0
+"""Seconds. Ten connections that wait for their turns are not to keep the machine busy."""
 
 
-async def _serve(pipe: Pipe) -> None:
-    async def echo(request: Incoming):
-        return request.value
+class Quicmesh:
+    """One contender.
 
-    async def sink(request: Incoming) -> None:
-        room = memoryview(bytearray(request.value))
-        await request.stream.receive_into(room)
-        await request.stream.send_message(len(room))
+    Args:
+        backend: the event loop, "asyncio", "uvloop" or "trio".
+        datagram: have paths carry no more than this; None: as much as they do.
+        one_stream: small messages go to and fro on one stream, and not in a call each.
+    """
 
-    async with Endpoint(SecretKey.generate(), allow_any(), CONFIG) as endpoint:
-        endpoint.register_call("echo", echo, scope="bench")
-        endpoint.register_service("sink", sink, scope="bench")
+    most = math.inf
+    spins = False
+
+    def __init__(
+        self,
+        backend: str = "asyncio",
+        datagram: int | None = None,
+        *,
+        one_stream: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._datagram = datagram
+        self._one_stream = one_stream
+
+    def missing(self) -> str | None:
+        if self._backend == "uvloop" and importlib.util.find_spec("uvloop") is None:
+            return "uvloop is not installed"
+        return None
+
+    def serve(self, pipe: Pipe, site: Site) -> None:
+        self._run(_serve, pipe, site)
+
+    def dial(self, pipe: Pipe, site: Site, where: Any) -> None:
+        self._run(_dial, pipe, site, where, self._one_stream)
+
+    def _run(self, main: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        limit_datagrams(self._datagram)
+        if self._backend == "uvloop":
+            options = {"use_uvloop": True}
+            anyio.run(main, *arguments, backend="asyncio", backend_options=options)
+        else:
+            anyio.run(main, *arguments, backend=self._backend)
+
+
+def limit_datagrams(largest: int | None) -> None:
+    """Have paths of this process carry no more than `largest` bytes; None: as much as they do."""
+    if largest is not None:
+        path_mtu.LIKELY_SIZES = (largest,)
+
+
+def configuration(site: Site) -> EndpointConfig:
+    """Return the defaults, bound to one address."""
+    return EndpointConfig(bind=f"{site.address}:0", liveness=LIVENESS)
+
+
+async def _serve(pipe: Pipe, site: Site) -> None:
+    async with Endpoint(SecretKey.generate(), allow_any(), configuration(site)) as endpoint:
+        endpoint.register_call("echo", _echo, scope="bench")
+        endpoint.register_service("echo stream", _echo_stream, scope="bench")
+        endpoint.register_service("sink", _sink, scope="bench")
         pipe.send((str(endpoint.node_id), endpoint.addresses))
         await anyio.sleep_forever()
 
 
-def serve(pipe: Pipe, backend: str, datagram: int | None) -> None:
-    _force(datagram)
-    anyio.run(_serve, pipe, backend=backend)
+async def _echo(request: Incoming) -> Any:
+    return request.value
 
 
-def _force(datagram: int | None) -> None:
-    """Have paths carry no more than `datagram` bytes; None: as much as they do."""
-    if datagram is not None:
-        path_mtu.LIKELY_SIZES = (datagram,)
+async def _echo_stream(request: Incoming) -> None:
+    await request.stream.send_reply(None)
+    while True:
+        await request.stream.send(await request.stream.receive(len(SMALL)))
 
 
-class _Dialled:
-    """An open connection to a serving child."""
-
-    def __init__(self, where: tuple[str, tuple]) -> None:
-        self._where = PeerAddress(NodeId.parse(where[0]), where[1])
-        self._endpoint = Endpoint(SecretKey.generate(), allow_any(), CONFIG)
-
-    async def __aenter__(self) -> Connection:
-        await self._endpoint.__aenter__()
-        return await self._endpoint.connect(self._where)
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._endpoint.__aexit__(None, None, None)
+async def _sink(request: Incoming) -> None:
+    room = memoryview(filled(request.value))
+    await request.stream.receive_into(room)
+    await request.stream.send_message(len(room))
+    await until_ended(request.stream)
 
 
-class Quicmesh:
-    """One contender: the event loop's name, and the size of its datagrams, None: discovered."""
-
-    def __init__(self, backend: str = "asyncio", datagram: int | None = None) -> None:
-        self._backend = backend
-        self._datagram = datagram
-
-    def latencies(self, count: int) -> list[float]:
-        """Return the seconds of each of `count` calls with 64 bytes either way."""
-
-        async def run(connection: Connection) -> list[float]:
-            return [await _timed_call(connection) for _ in range(count)]
-
-        return self._run(run)
-
-    def throughput(self, nbytes: int) -> float:
-        """Return bytes per second of one stream, on a connection that has carried one before."""
-
-        async def run(connection: Connection) -> float:
-            data = memoryview(bytes(nbytes))
-            for _ in range(2):
-                began = time.perf_counter()
-                async with await connection.open_stream("sink", nbytes) as stream:
-                    await stream.send_lent(data)
-                    await stream.receive_message()
-            return nbytes / (time.perf_counter() - began)
-
-        return self._run(run)
-
-    def _run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
-        async def run(where: tuple[str, tuple]) -> T:
-            async with _Dialled(where) as connection:
-                return await work(connection)
-
-        likely = path_mtu.LIKELY_SIZES
-        _force(self._datagram)
-        try:
-            with child(serve, self._backend, self._datagram) as (where, _):
-                return anyio.run(run, where, backend=self._backend)
-        finally:
-            path_mtu.LIKELY_SIZES = likely
+async def until_ended(stream: Stream) -> None:
+    """Wait for the other side to end the stream: it is to hear first that everything has come."""
+    with contextlib.suppress(anyio.EndOfStream):
+        await stream.receive(1)
 
 
-def flatness(count: int) -> tuple[float, float, int]:
-    """Return the median call in the first and the last thousand of `count`, and memory growth."""
+async def _dial(pipe: Pipe, site: Site, where: Any, one_stream: bool) -> None:
+    there = PeerAddress(NodeId.parse(where[0]), where[1])
+    async with Endpoint(SecretKey.generate(), allow_any(), configuration(site)) as endpoint:
+        connection = await endpoint.connect(there)
 
-    async def run(where: tuple[str, tuple]) -> tuple[float, float, int]:
-        async with _Dialled(where) as connection:
-            for _ in range(1000):  # warm: caches fill, the allocator settles
-                await _timed_call(connection)
-            before = resident_bytes()
-            times = [await _timed_call(connection) for _ in range(count)]
-            return _median(times[:1000]), _median(times[-1000:]), resident_bytes() - before
+        async def small(count: int) -> list[float]:
+            if not one_stream:
+                return [await _timed_call(connection) for _ in range(count)]
+            async with await connection.open_stream("echo stream") as stream:
+                await stream.reply()
+                return [await _round_trip(stream) for _ in range(count)]
 
-    with child(serve, "asyncio", None) as (where, _):
-        return anyio.run(run, where)
+        async def bulk(nbytes: int) -> float:
+            began = time.perf_counter()
+            async with await connection.open_stream("sink", nbytes) as stream:
+                await stream.send_lent(memoryview(filled(nbytes)))
+                await stream.receive_message()
+            return time.perf_counter() - began
+
+        async def datagram(_: int) -> int:
+            return connection.core.quic.datagram_size
+
+        await obey_async(pipe, {"small": small, "bulk": bulk, "datagram": datagram})
 
 
 async def _timed_call(connection: Connection) -> float:
@@ -126,5 +143,8 @@ async def _timed_call(connection: Connection) -> float:
     return time.perf_counter() - began
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+async def _round_trip(stream: Stream) -> float:
+    began = time.perf_counter()
+    await stream.send(SMALL)
+    await stream.receive_exactly(len(SMALL))
+    return time.perf_counter() - began

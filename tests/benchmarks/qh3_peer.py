@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import struct
 import tempfile
 import time
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from qh3.quic.configuration import QuicConfiguration
 from qh3.quic.connection import QuicConnection
 
 from auth import SecretKey, certificate_for
-from tests.benchmarks.harness import child
+from tests.benchmarks.harness import SMALL, Pipe, Site, filled
 
-SMALL = b"x" * 64
 WINDOW = 64 << 20
 SEND_AHEAD = 2 << 20
+IDLE_SECONDS = 600.0
 _SOL_UDP, _UDP_SEGMENT, _UDP_GRO = 17, 103, 104
 _ED25519 = 0x0807
 
@@ -35,6 +35,7 @@ def _configuration(*, is_client: bool, datagram: int) -> QuicConfiguration:
         max_data=WINDOW,
         max_stream_data=WINDOW,
         verify_mode=0,
+        idle_timeout=IDLE_SECONDS,
     )
     configuration.signature_algorithms = [_ED25519]
     configuration.server_name = "localhost"
@@ -57,22 +58,27 @@ def _configuration(*, is_client: bool, datagram: int) -> QuicConfiguration:
 class _Loop:
     """One connection on one socket."""
 
-    def __init__(self, quic: QuicConnection | None = None) -> None:
+    def __init__(self, address: str, datagram: int) -> None:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.socket.bind(("127.0.0.1", 0))
+        self.socket.bind((address, 0))
         self.socket.setblocking(False)
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             self.socket.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
         self.socket.setsockopt(_SOL_UDP, _UDP_GRO, 1)
-        self.quic = quic
+        self.quic: QuicConnection | None = None
         self.got: dict[int, int] = {}
         self.data: dict[int, bytes] = {}
         self.ended: list[int] = []
         self.is_connected = False
         self.is_over = False
+        self._datagram = datagram
         self._buffer = bytearray(65536)
         self._poll = select.poll()
         self._poll.register(self.socket, select.POLLIN)
+
+    def watch(self, pipe: Pipe) -> None:
+        """Let `step` return when an order has come, too."""
+        self._poll.register(pipe, select.POLLIN)
 
     def step(self, seconds: float = 1.0) -> None:
         quic = self.quic
@@ -104,12 +110,10 @@ class _Loop:
             if self.quic is None:
                 header = pull_quic_header(Buffer(data=data[:segment]), host_cid_length=8)
                 self.quic = QuicConnection(
-                    configuration=_configuration(is_client=False, datagram=self.datagram),
+                    configuration=_configuration(is_client=False, datagram=self._datagram),
                     original_destination_connection_id=header.destination_cid,
                 )
             self.quic.receive_gro_buffer(data, segment, source, time.monotonic())
-
-    datagram = 1200
 
     def _take(self, event: Any) -> None:
         name = type(event).__name__
@@ -149,54 +153,59 @@ class _Loop:
             first = last
 
 
-def serve(pipe: Pipe, datagram: int) -> None:
-    loop = _Loop()
-    loop.datagram = datagram
-    pipe.send(loop.socket.getsockname())
-    while not loop.is_over:
-        loop.step()
-        while loop.ended:
-            stream = loop.ended.pop()
-            answer = loop.data[stream] if loop.got[stream] == len(SMALL) else b"done"
-            assert loop.quic is not None
-            loop.quic.send_stream_data(stream, answer, end_stream=True)
-            loop.flush()
-
-
 class Qh3:
     """One contender, with the size of its datagrams."""
+
+    most = math.inf
+    spins = False
 
     def __init__(self, datagram: int = 1452) -> None:
         self._datagram = datagram
 
-    def latencies(self, count: int) -> list[float]:
-        return self._run([SMALL] * count)
+    def missing(self) -> str | None:
+        return None
 
-    def throughput(self, nbytes: int) -> float:
-        return nbytes / self._run([bytes(nbytes)] * 2)[1]
-
-    def _run(self, messages: list[bytes]) -> list[float]:
-        with child(serve, self._datagram) as (where, _):
-            quic = QuicConnection(
-                configuration=_configuration(is_client=True, datagram=self._datagram)
-            )
-            loop = _Loop(quic)
-            quic.connect(where, now=time.monotonic())
-            loop.flush()
-            while not loop.is_connected:
-                loop.step()
-            return [self._exchange(loop, quic, data) for data in messages]
-
-    def _exchange(self, loop: _Loop, quic: QuicConnection, data: bytes) -> float:
-        began = time.perf_counter()
-        stream, view, position = quic.get_next_available_stream_id(), memoryview(data), 0
-        while stream not in loop.ended:
-            while position < len(data) and quic.get_send_buffer_size() < SEND_AHEAD:
-                stop = min(position + (1 << 20), len(data))
-                quic.send_stream_data(
-                    stream, bytes(view[position:stop]), end_stream=stop == len(data)
-                )
-                position = stop
-            loop.flush()
+    def serve(self, pipe: Pipe, site: Site) -> None:
+        loop = _Loop(site.address, self._datagram)
+        pipe.send(loop.socket.getsockname())
+        while not loop.is_over:
             loop.step()
-        return time.perf_counter() - began
+            while loop.ended:
+                stream = loop.ended.pop()
+                answer = loop.data.pop(stream) if loop.got[stream] == len(SMALL) else b"done"
+                assert loop.quic is not None
+                loop.quic.send_stream_data(stream, answer, end_stream=True)
+                loop.flush()
+
+    def dial(self, pipe: Pipe, site: Site, where: Any) -> None:
+        loop = _Loop(site.address, self._datagram)
+        quic = loop.quic = QuicConnection(
+            configuration=_configuration(is_client=True, datagram=self._datagram)
+        )
+        quic.connect(where, now=time.monotonic())
+        loop.flush()
+        while not loop.is_connected:
+            loop.step()
+        pipe.send("ready")
+        loop.watch(pipe)
+        while True:
+            loop.step()
+            if pipe.poll():
+                order, number = pipe.recv()
+                if order == "small":
+                    pipe.send([_exchange(loop, quic, SMALL) for _ in range(number)])
+                else:
+                    pipe.send(_exchange(loop, quic, filled(number)))
+
+
+def _exchange(loop: _Loop, quic: QuicConnection, data: bytes | bytearray) -> float:
+    began = time.perf_counter()
+    stream, view, position = quic.get_next_available_stream_id(), memoryview(data), 0
+    while stream not in loop.ended:
+        while position < len(data) and quic.get_send_buffer_size() < SEND_AHEAD:
+            stop = min(position + (1 << 20), len(data))
+            quic.send_stream_data(stream, bytes(view[position:stop]), end_stream=stop == len(data))
+            position = stop
+        loop.flush()
+        loop.step()
+    return time.perf_counter() - began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Host", "Lab", "NodeProcess", "lab", "missing"]
+__all__ = ["Host", "Lab", "NodeProcess", "enter", "lab", "missing"]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -23,6 +24,8 @@ NO_NAMES = (
     "mount --bind /dev/null /etc/nsswitch.conf; hostname nohost.invalid; "
 )
 """What makes a host one without any resolver; the mounts are the namespace's own."""
+
+_CLONE_NEWNET = 0x40000000
 
 
 @functools.cache
@@ -44,6 +47,15 @@ def missing() -> str | None:
     finally:
         subprocess.run(["ip", "netns", "del", name], check=True)
     return f"there are no veth pairs: {made.stderr.strip()}" if made.returncode else None
+
+
+def enter(namespace: str) -> None:
+    """Put this thread, and the sockets that it makes from now on, into a network namespace."""
+    with (Path("/var/run/netns") / namespace).open("rb") as there:
+        # os.setns came with Python 3.12.
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(there.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"entering the namespace {namespace}")
 
 
 class Host:

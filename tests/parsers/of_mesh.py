@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from auth import NodeId
+from mesh.bench import Usage
 from mesh.collective import (
     CollectiveError,
     CollectiveTimeout,
@@ -166,6 +167,20 @@ PARSERS = [
         values=st.tuples(texts, st.integers(1, 100), st.floats(0.001, 60.0)),
         write=lambda order: dict(zip(("target", "count", "timeout"), order, strict=True)),
         read=parse_ping,
+        refuses=(ProtocolError,),
+        is_canonical=False,  # a newer peer may say more
+    ),
+    Parser(
+        name="mesh.usage",
+        covers=("mesh.bench.Usage.from_message",),
+        form="message",
+        values=st.builds(
+            Usage,
+            *(st.floats(0, 1e12) for _ in ("cpu", "machine", "busy")),
+            st.integers(0, 65535),
+        ),
+        write=Usage.as_message,
+        read=Usage.from_message,
         refuses=(ProtocolError,),
         is_canonical=False,  # a newer peer may say more
     ),

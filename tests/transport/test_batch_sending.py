@@ -135,3 +135,19 @@ def test_the_end_goes_out_with_the_last_byte_or_alone() -> None:
     frame = alone.get_frame(1000)
     assert frame is not None
     assert (frame.offset, bytes(frame.data), frame.fin) == (3, b"", True)
+
+
+def test_what_is_acknowledged_after_a_reset_is_known() -> None:
+    """A reader that has taken all may say so before its last acknowledgement comes."""
+    part = SendPart(0)
+    part.lend(memoryview(bytes(3000)), lambda: True, 1)
+    part.sent(3000, fin=False)
+    part.reset(0)
+    part.on_data_delivery(QuicDeliveryState.ACKED, 1000, 2000, False)
+    part.on_data_delivery(QuicDeliveryState.LOST, 0, 1000, False)
+    assert part.unacknowledged == 3000
+    part.on_data_delivery(QuicDeliveryState.ACKED, 0, 1000, False)
+    assert part.unacknowledged == 1000
+    part.on_data_delivery(QuicDeliveryState.ACKED, 2000, 3000, False)
+    assert part.unacknowledged == 0
+    assert not part.is_finished

@@ -81,3 +81,21 @@ def test_a_small_message_does_not_wait_for_the_bulk_beside_it() -> None:
     assert world.run(lambda: small in server.ended)
     assert world.now - began < 0.02
     assert bulk not in server.ended
+
+
+def test_who_only_acknowledged_sends_at_full_rate_when_its_turn_comes() -> None:
+    """Its own few packets say nothing about the path, and take no part of what pacing allows."""
+    world, client, server = connected(FAULTS["clean"])
+    there = seconds(world, client, server, SIZE)
+    for _ in range(3):
+        seconds(world, client, server, SIZE)
+    assert seconds(world, server, client, 60) < 0.05
+    assert seconds(world, server, client, SIZE) < 1.5 * there
+
+
+@pytest.mark.parametrize("faults", ["clean", "loss"])
+def test_an_answer_after_a_transfer_waits_for_no_pacing(faults: str) -> None:
+    world, client, server = connected(FAULTS[faults])
+    for _ in range(5):
+        seconds(world, client, server, SIZE)
+        assert seconds(world, server, client, 18) < 0.2

@@ -9,7 +9,7 @@ from aioquic.quic import events as quic_events
 
 from auth import NodeId
 from transport.protocol.aioquic_adapter import AdaptedConnection
-from transport.protocol.batch import Transmit
+from transport.protocol.batch import SendPart, Transmit
 from transport.protocol.events import (
     ConnectionEnded,
     ConnectionIdIssued,
@@ -237,13 +237,14 @@ class ConnectionCore:
 
     def lend(
         self, stream: StreamCore, view: memoryview, is_intact: Callable[[], bool], code: int
-    ) -> None:
+    ) -> SendPart:
         """Write `view` without a copy. It must not change until `unacknowledged` says so.
 
-        Should `is_intact` deny that it is still there, the stream is reset with `code`.
+        Should `is_intact` deny that it is still there, the stream is reset with `code`. Returns
+        what knows how much was acknowledged, also when the stream is over.
         """
         self._wrote = True
-        self.quic.lend_stream_data(stream.stream_id, view, is_intact, code)
+        return self.quic.lend_stream_data(stream.stream_id, view, is_intact, code)
 
     def take_back(self, stream: StreamCore) -> None:
         """Let go of the memory that was lent. The stream has to be reset then."""

@@ -15,9 +15,9 @@ __all__ = ["BASE_SIZE", "PathMtu"]
 BASE_SIZE = 1200
 """UDP payload that every path carries (RFC 9000 section 14), in bytes."""
 
-LIKELY_SIZES = (16000, 8952, 1472, 1452, 1392, 1372, 1352, 1332, 1232)
-"""UDP payloads in bytes: of loopback, jumbo frames (IPv6), Ethernet (IPv4, IPv6), and Ethernet less
-one or two tunnels; 16000 is about what aioquic's packets can say the length of."""
+LIKELY_SIZES = (65000, 16000, 8952, 1472, 1452, 1392, 1372, 1352, 1332, 1232)
+"""UDP payloads in bytes: of loopback on Linux and elsewhere, jumbo frames (IPv6), Ethernet (IPv4,
+IPv6), and Ethernet less one or two tunnels."""
 
 MAX_PROBES = 3
 """Probes of one size that may get lost before it is given up (RFC 8899 section 5.1.2)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from aioquic import tls
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
@@ -38,6 +39,15 @@ __all__ = ["BatchConnection"]
 
 KEY_UPDATE_PACKETS = 1 << 22
 """Packets sent under one key. AES-GCM must not see more than 2^23 (RFC 9001 section 6.6)."""
+
+LARGEST_UPSTREAM = 16000
+"""What aioquic's packets can say the length of, in bytes: beyond 16383 it loses data silently."""
+
+MIN_WINDOW = 4
+"""Full packets that the congestion window holds at least (RFC 9002 section 7.2 says two)."""
+
+BULK_BYTES = 1 << 16
+"""With this much to send it is worth finding out what size of datagrams the path carries."""
 
 BLACK_HOLE_TIMEOUTS = 3
 """Probe timeouts in a row after which larger datagrams than all paths carry are given up."""
@@ -88,6 +98,8 @@ class BatchConnection(QuicConnection):
         self._connection_consumed = 0
         self._stream_window = configuration.max_stream_data
         self._mtu = PathMtu()
+        self.datagram_size = self._max_datagram_size
+        """UDP payload of a full packet, in bytes: what the path is known to carry."""
         self._has_bulk = False
         self._posted: set[ReceivePart] = set()
         self._changed: dict[int, None] = {}
@@ -107,7 +119,7 @@ class BatchConnection(QuicConnection):
     def unacknowledged(self, stream_id: int) -> int:
         """Bytes written to the stream that the peer has not acknowledged."""
         stream = self._streams.get(stream_id)
-        return 0 if stream is None else _sender_backlog(stream)
+        return 0 if stream is None else SendPart.of(stream).unacknowledged
 
     def is_reset(self, stream_id: int) -> bool:
         """Whether nothing more of the stream's data will be sent, or known to be acknowledged."""
@@ -124,7 +136,7 @@ class BatchConnection(QuicConnection):
         return all(
             stream.sender.is_finished
             or (
-                (_sender_backlog(stream) == 0 or SendPart.of(stream).is_dropped)
+                (SendPart.of(stream).unacknowledged == 0 or SendPart.of(stream).is_dropped)
                 and stream.sender._buffer_fin is None
                 and stream.sender._reset_error_code is None
             )
@@ -155,17 +167,21 @@ class BatchConnection(QuicConnection):
     ) -> None:
         """As upstream, in batches where possible."""
         stream = self._get_or_create_stream_for_send(stream_id)
-        SendPart.of(stream).write(data, end_stream)
+        sender = SendPart.of(stream)
+        sender.write(data, end_stream)
+        self._has_bulk = self._has_bulk or sender.backlog >= BULK_BYTES
         self._writer.offer(stream)
 
     def lend_stream_data(
         self, stream_id: int, view: memoryview, is_intact: Callable[[], bool], code: int
-    ) -> None:
-        """Send `view` without a copy, as `SendPart.lend`."""
+    ) -> SendPart:
+        """Send `view` without a copy, as `SendPart.lend`; return the part that knows its fate."""
         stream = self._get_or_create_stream_for_send(stream_id)
-        SendPart.of(stream).lend(view, is_intact, code)
-        self._has_bulk = True
+        sender = SendPart.of(stream)
+        sender.lend(view, is_intact, code)
+        self._has_bulk = self._has_bulk or sender.backlog >= BULK_BYTES
         self._writer.offer(stream)
+        return sender
 
     def post(self, receiver: ReceivePart, target: memoryview) -> int:
         """Have the stream's next bytes written to `target`; return how many were there already."""
@@ -296,21 +312,19 @@ class BatchConnection(QuicConnection):
 
     def refused(self, size: int, now: float) -> None:
         """This host can't send datagrams of `size` bytes on the way they go now."""
-        if size > self._max_datagram_size:
+        if size > self.datagram_size:
             self._mtu.refused(size)
         elif size > BASE_SIZE:
             self._mtu.shrunk(now)
             self._set_datagram_size(BASE_SIZE)
 
-    @property
-    def datagram_size(self) -> int:
-        """UDP payload of a full packet, in bytes: what the path is known to carry."""
-        return self._max_datagram_size
-
     def _set_datagram_size(self, size: int) -> None:
-        self._max_datagram_size = size
+        self.datagram_size = size
+        self._max_datagram_size = min(size, LARGEST_UPSTREAM)
         self.pacer._max_datagram_size = size
-        self._loss._cc._max_datagram_size = size  # type: ignore[attr-defined]
+        controller: Any = self._loss._cc
+        controller._max_datagram_size = size
+        controller.congestion_window = max(controller.congestion_window, MIN_WINDOW * size)
 
     def has_control(self, now: float) -> bool:
         """Whether there is something to send that only `datagrams_to_send` can."""
@@ -524,7 +538,7 @@ class BatchConnection(QuicConnection):
         """As upstream; what was known of the path's size is doubted when nothing is heard."""
         super().handle_timer(now)
         if self._loss._pto_count >= BLACK_HOLE_TIMEOUTS:
-            self.refused(self._max_datagram_size, now)
+            self.refused(self.datagram_size, now)
 
     def _initialize(self, peer_cid: bytes) -> None:
         super()._initialize(peer_cid)
@@ -544,7 +558,3 @@ def _final_size_error(error: FinalSizeError) -> QuicConnectionError:
 
 def _set_limit(limit: Limit, value: int) -> None:
     limit.value = limit.sent = value
-
-
-def _sender_backlog(stream: QuicStream) -> int:
-    return stream.sender._buffer_stop - stream.sender._buffer_start

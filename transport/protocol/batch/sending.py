@@ -68,6 +68,11 @@ class SendPart(QuicStreamSender):
         )
 
     @property
+    def unacknowledged(self) -> int:
+        """Bytes that the peer has not acknowledged; known after a reset too."""
+        return self._buffer_stop - self._buffer_start
+
+    @property
     def backlog(self) -> int:
         """Bytes that were never sent."""
         return self._buffer_stop - self.fresh
@@ -197,9 +202,10 @@ class SendPart(QuicStreamSender):
         self, delivery: QuicDeliveryState, start: int, stop: int, fin: bool
     ) -> None:
         """As upstream; a piece is let go once all of it is acknowledged."""
-        if self._reset_error_code is not None or self.is_dropped:
-            return  # only the acknowledgement of the reset counts now
+        is_over = self._reset_error_code is not None or self.is_dropped
         if delivery is QuicDeliveryState.LOST:
+            if is_over:
+                return  # nothing is sent again
             self.buffer_is_empty = False
             if stop > start:
                 self._lost.add(start, stop)
@@ -214,8 +220,8 @@ class SendPart(QuicStreamSender):
                 self._buffer_start = self._early.shift().stop
                 self._drop_acknowledged()
         self._acked_fin = self._acked_fin or fin
-        if self._acked_fin and self._buffer_start == self._buffer_fin:
-            self.is_finished = True
+        if self._acked_fin and self._buffer_start == self._buffer_fin and not is_over:
+            self.is_finished = True  # else only the acknowledgement of the reset counts
 
     def _drop_acknowledged(self) -> None:
         pieces = self._pieces

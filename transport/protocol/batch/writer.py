@@ -108,7 +108,7 @@ class BatchWriter:
         count = self._allowance(now) if self._ready else 0
         if not is_ack_due and count <= 0:
             return None
-        size = quic._max_datagram_size
+        size = quic.datagram_size
         crypto = quic._cryptos[tls.Epoch.ONE_RTT]
         if crypto._update_key_requested:
             crypto._update_key("local_update")
@@ -160,7 +160,7 @@ class BatchWriter:
     def _allowance(self, now: float) -> int:
         """How many full packets window, pacing and one segmented send allow."""
         quic = self._quic
-        size = quic._max_datagram_size
+        size = quic.datagram_size
         controller = quic._loss._cc
         room = controller.congestion_window - controller.bytes_in_flight
         if room < size:
@@ -264,15 +264,15 @@ class BatchWriter:
         for stream in self._ready.values():
             if stream.is_blocked:
                 continue
-            (
-                little if SendPart.of(stream).backlog < self._quic._max_datagram_size else much
-            ).append(stream)
+            (little if SendPart.of(stream).backlog < self._quic.datagram_size else much).append(
+                stream
+            )
         yield from little
         yield from much
 
     def _has_little(self) -> bool:
         """Whether some stream has less to send than fills a packet: those go first."""
-        size = self._quic._max_datagram_size
+        size = self._quic.datagram_size
         return any(SendPart.of(stream).backlog < size for stream in self._ready.values())
 
     def _took(self, stream: QuicStream, stop: int, *, fin: bool) -> None:
@@ -310,7 +310,7 @@ class _Batch:
     def __init__(self, quic: BatchConnection, keys: Keys, room: bytearray, now: float) -> None:
         self._quic = quic
         self._now = now
-        self._size = quic._max_datagram_size
+        self._size = quic.datagram_size
         destination = quic._peer_cid.cid
         self._sealer = Sealer(keys, destination, spin=quic._spin_bit, room=room)
         self.room = self._size - Sealer.overhead(destination)
