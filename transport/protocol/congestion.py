@@ -18,6 +18,8 @@ from typing import Any
 
 from aioquic.quic.congestion.base import QuicCongestionControl, register_congestion_control
 
+from transport.protocol.pacing import UNPACED_ROUND_TRIP
+
 __all__ = ["RateController", "register"]
 
 INITIAL_PACKETS = 32
@@ -27,6 +29,11 @@ STARTUP_GAIN = 2.885
 """2/ln 2: doubles the rate with each round trip (draft section 4.1.1)."""
 
 WINDOW_GAIN = 2.0
+NEAR_WINDOW_GAIN = 1.25
+"""What may be in flight, over what the path delivers in a round trip: enough for acknowledgements
+that come in bunches. Within a host or a rack that is `HOLDING_SECONDS` of data already, and more
+of it would only wait in the receiver's queue, and whatever is small behind it."""
+
 PROBING_GAINS = (1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 PIPE_FULL_GROWTH = 1.25
@@ -40,7 +47,7 @@ SHORTEST_SECONDS = 10.0
 PROBE_RTT_SECONDS = 0.2
 """How long the shortest round trip is believed, and how long little is in flight to measure it."""
 
-HOLDING_SECONDS = 0.005
+HOLDING_SECONDS = 0.003
 """What an acknowledgement held back, two event loops, and busy hosts may add to any round trip. The
 window leaves room for it: a host that was late must not look like a path that has become slow."""
 
@@ -237,7 +244,10 @@ class RateController(QuicCongestionControl):
         return int(gain * self.rate * (self.shortest + HOLDING_SECONDS))
 
     def _set_window(self) -> None:
-        gain = STARTUP_GAIN if self._state is _State.STARTUP else WINDOW_GAIN
+        is_near = self.shortest < UNPACED_ROUND_TRIP
+        gain = NEAR_WINDOW_GAIN if is_near else WINDOW_GAIN
+        if self._state is _State.STARTUP:
+            gain = STARTUP_GAIN
         least = MINIMUM_PACKETS * self._max_datagram_size
         window = self._product(gain)
         if self._state is _State.PROBE_RTT:
