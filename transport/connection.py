@@ -149,6 +149,12 @@ class Connection:
         return self.core.ended is not None and self.core.ended.by is EndedBy.LOCAL
 
     @property
+    def was_given_up(self) -> bool:
+        """Whether the peer closed the connection because it does not want it any more."""
+        ended = self.core.ended
+        return ended is not None and ended.by is EndedBy.REMOTE and ended.code == AppCode.CANCELLED
+
+    @property
     def remote_address(self) -> SocketAddress:
         """The peer's address now in use; it changes when the peer migrates."""
         address = self.core.quic.get_peer_address() or self._address

@@ -490,6 +490,10 @@ class Endpoint:
         except Superseded as error:
             _log.debug("a connection from %s gave way: %s", format_address(address), error)
         except MeshError as error:
+            if connection.was_given_up:
+                # The peer found another way, such as the connection that we were dialling.
+                _log.debug("a dialer at %s gave up: %s", format_address(address), error)
+                return
             _log.info("refused a connection from %s: %s", format_address(address), error)
             self._notify(PeerRefused(address, connection.core.peer, error))
         except Exception:

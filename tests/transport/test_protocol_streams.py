@@ -118,7 +118,7 @@ def test_keys_are_changed_in_the_middle_of_a_transfer(monkeypatch: pytest.Monkey
         phases.add(dialer.core.quic._cryptos[Epoch.ONE_RTT].key_phase)
         return data
 
-    world.tap = tap
+    world.tap = lambda data, *ends: tap(data, *ends) if len(data) <= 1500 else None
     data = random_bytes(400 * KIB)
     dialer.open(data)
     assert world.run(lambda: len(listener.inbox.get(0, b"")) == len(data), seconds=60)

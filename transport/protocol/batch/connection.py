@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from aioquic import tls
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
@@ -322,9 +321,8 @@ class BatchConnection(QuicConnection):
         self.datagram_size = size
         self._max_datagram_size = min(size, LARGEST_UPSTREAM)
         self.pacer._max_datagram_size = size
-        controller: Any = self._loss._cc
-        controller._max_datagram_size = size
-        controller.congestion_window = max(controller.congestion_window, MIN_WINDOW * size)
+        self._loss._cc._max_datagram_size = size  # type: ignore[attr-defined]
+        self._loss._cc.congestion_window = max(self._loss._cc.congestion_window, MIN_WINDOW * size)
 
     def has_control(self, now: float) -> bool:
         """Whether there is something to send that only `datagrams_to_send` can."""
