@@ -44,7 +44,7 @@ def test_a_transfer_keeps_half_its_rate(flood: str, floor: Arena, outcomes: list
     assert outcome.kept >= KEPT
     assert outcome.grown <= MEMORY_BOUND
     assert outcome.attacks > LEAST_ATTACKS, "it was no flood"
-    if flood.startswith("junk"):
+    if flood.startswith("junk") and flood != "junk: other versions":  # those are answered
         assert sum(outcome.drops.values()) > 1000
 
 
