@@ -295,9 +295,14 @@ class TokenBook:
             token = self._live.get(digest[:_INDEX_BYTES])
             cause = self._objection(token, digest, audience, action, version_of)
             if token is None or cause is not None:
-                self._count_failure(audience, now)
-                _log.warning(
-                    "token %s refused to %s: %s", _fingerprint(digest), audience.short, cause
+                # Who guesses is not to fill the log: one line in the time that failures count.
+                is_first = self._count_failure(audience, now) == 1
+                _log.log(
+                    logging.WARNING if is_first else logging.DEBUG,
+                    "token %s refused to %s: %s",
+                    _fingerprint(digest),
+                    audience.short,
+                    cause,
                 )
                 raise _refusal()
             if token.state is TokenState.MINTED:
@@ -425,13 +430,14 @@ class TokenBook:
             return f"object {facts.object_id} has changed or is gone"
         return None
 
-    def _count_failure(self, peer: NodeId, now: float) -> None:
+    def _count_failure(self, peer: NodeId, now: float) -> int:
         count, since = self._failures.pop(peer, (0, now))
         if now - since >= self.limits.failure_seconds:
             count, since = 0, now
         self._failures[peer] = (count + 1, since)
         if len(self._failures) > _MAX_FAILING_PEERS:
             self._failures.popitem(last=False)
+        return count + 1
 
     def _push(self, token: _Token) -> None:
         if len(self._heap) > 2 * len(self._live) + _HEAP_SLACK:

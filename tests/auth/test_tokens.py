@@ -329,6 +329,7 @@ class TestRefusal:
     def test_the_log_knows_the_cause(
         self, book: TokenBook, claim: Claiming, caplog: pytest.LogCaptureFixture
     ) -> None:
+        caplog.set_level(logging.DEBUG)
         secret = mint(book).secret
         claim.refused(secret, audience=OTHER)
         assert f"it is for {AUDIENCE.short}" in caplog.text
@@ -653,3 +654,19 @@ class TestSecrecy:
         for text in shown:
             assert capability.secret.hex() not in text
             assert repr(capability.secret)[2:-1] not in text
+
+
+def test_who_guesses_does_not_fill_the_log(
+    book: TokenBook, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def guess() -> None:
+        with pytest.raises(TokenRefused):
+            book.claim(bytes(32), audience=OTHER, action="read", version_of=version_1)
+
+    with caplog.at_level(logging.INFO):
+        for _ in range(50):
+            guess()
+        assert len(caplog.records) == 1
+        clock.now += book.limits.failure_seconds
+        guess()
+        assert len(caplog.records) == 2
