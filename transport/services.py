@@ -115,7 +115,7 @@ class ServiceTable:
             service, request = await self._admit(connection, stream)
             self._running[stream] = (service.scope, scope)
             if service.is_call:
-                await self._answer(service, request)
+                await self._answer(service, request, scope)
             else:
                 await service.handler(request)
                 if not stream.is_closed:
@@ -156,16 +156,16 @@ class ServiceTable:
             return service, Incoming(name, value, connection.peer, grant, connection, stream)
         raise TransportError("a request", why="it was not complete in time")
 
-    async def _answer(self, service: _Service, request: Incoming) -> None:
+    async def _answer(
+        self, service: _Service, request: Incoming, scope: anyio.CancelScope
+    ) -> None:
+        """Answer a call; `scope` ends the task, should the caller give up."""
         stream = request.stream
-        with anyio.CancelScope() as scope:
-            stream.on_abandoned(scope.cancel)
-            value = await service.handler(request)
-            stream.on_abandoned(None)
-            try:
-                reply = ok_reply(value)
-            except MeshError as error:
-                raise TypeError(f"the answer of {request.service!r} can't travel") from error
-            await stream.write_answer(reply)
-        if scope.cancelled_caught:
-            stream.reset()
+        stream.on_abandoned(scope.cancel)
+        value = await service.handler(request)
+        stream.on_abandoned(None)
+        try:
+            reply = ok_reply(value)
+        except MeshError as error:
+            raise TypeError(f"the answer of {request.service!r} can't travel") from error
+        await stream.write_answer(reply)

@@ -429,8 +429,12 @@ class Stream(anyio.abc.ByteStream):
 
     async def _receive_frame(self, max_size: int) -> bytes:
         await self._readable("receive")
-        header = bytearray(LENGTH.size)
-        await self._fill(memoryview(header))
+        incoming = self.core.incoming
+        if incoming.buffered >= LENGTH.size:
+            header = incoming.take(LENGTH.size)
+            self._credit(LENGTH.size)
+        else:
+            header = await self._filled(LENGTH.size)
         (length,) = LENGTH.unpack(header)
         if length > max_size:
             raise ProtocolError(
@@ -438,13 +442,18 @@ class Stream(anyio.abc.ByteStream):
                 peer=self.peer,
                 why=f"it announces {length} bytes, and at most {max_size} are accepted here",
             )
+        if incoming.buffered >= length:
+            return self._credit_bytes(incoming.take(length))
         # Grown as the bytes come: a length alone makes us hold nothing.
         body = bytearray()
         while len(body) < length:
-            part = bytearray(min(length - len(body), DEFAULT_CHUNK))
-            await self._fill(memoryview(part))
-            body += part
+            body += await self._filled(min(length - len(body), DEFAULT_CHUNK))
         return bytes(body)
+
+    async def _filled(self, count: int) -> bytearray:
+        part = bytearray(count)
+        await self._fill(memoryview(part))
+        return part
 
     async def _skip_reply(self) -> None:
         """Take the reply frame off the stream, where it is still to come; raise the error in it."""
