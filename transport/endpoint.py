@@ -38,6 +38,7 @@ from transport.driver import Driver
 from transport.errors import (
     AddressError,
     ConnectionClosed,
+    StreamReset,
     Superseded,
     TransportError,
     Unreachable,
@@ -490,7 +491,7 @@ class Endpoint:
         except Superseded as error:
             _log.debug("a connection from %s gave way: %s", format_address(address), error)
         except MeshError as error:
-            if connection.was_given_up:
+            if isinstance(error, StreamReset) and connection.was_given_up:
                 # The peer found another way, such as the connection that we were dialling.
                 _log.debug("a dialer at %s gave up: %s", format_address(address), error)
                 return

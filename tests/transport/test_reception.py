@@ -82,7 +82,9 @@ async def test_many_at_once_begin_a_few_in_each_turn_of_the_loop_and_in_order() 
                 assert len(hall.begun) - before <= 2 * BEGUN_PER_TURN
                 before = len(hall.begun)
         tasks.cancel_scope.cancel()
-    assert [stream for _, stream in hall.begun] == streams
+    # Trio runs tasks that begin together in any order.
+    order = [streams.index(cast(FakeStream, stream)) for _, stream in hall.begun]
+    assert all(abs(at - place) < 2 * BEGUN_PER_TURN for place, at in enumerate(order))
 
 
 async def test_connections_take_turns() -> None:
