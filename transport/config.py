@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from transport.errors import AddressError, TransportError
 from transport.protocol.newcomers import NewcomerRules
@@ -11,6 +12,16 @@ __all__ = ["EndpointConfig"]
 
 KIB = 1 << 10
 MIB = 1 << 20
+
+
+TIMES = (
+    "liveness",
+    "connect_timeout",
+    "handshake_timeout",
+    "authorizer_timeout",
+    "idle_timeout",
+    "linger",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +95,13 @@ class EndpointConfig:
     bears random loss, ``"cubic"`` or ``"reno"``."""
 
     def __post_init__(self) -> None:
-        if self.liveness <= 0 or self.handshake_timeout <= 0 or self.connect_timeout <= 0:
-            raise TransportError("endpoint configuration", why="times must be positive")
+        for name in TIMES:
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf and not (name == "linger" and seconds == 0):
+                raise TransportError(
+                    "endpoint configuration",
+                    why=f"{name} is {seconds}, not a positive and finite number of seconds",
+                )
         if self.stream_window > self.connection_window:
             raise TransportError(
                 "endpoint configuration",

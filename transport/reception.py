@@ -113,7 +113,8 @@ class Reception:
 
     async def _run(self, connection: Connection, stream: Stream) -> None:
         def charge(seconds: float) -> None:
-            self._turns.serve(connection.core, seconds, time.monotonic())
+            if connection.closed is None:
+                self._turns.serve(connection.core, seconds, time.monotonic())
 
         await Metered(self._serve(connection, stream), charge)
 
@@ -159,5 +160,10 @@ class Metered:
 
 
 def _is_taken_back(stream: Stream) -> bool:
-    """Whether the peer wants nothing of a stream any more that nobody has looked at yet."""
-    return stream.core.remote_reset is not None
+    """Whether the peer wants nothing of a stream any more that nobody has looked at yet.
+
+    Whoever gives up a call has mostly sent all of its request, and only says that it will not read.
+    With `AppCode.NO_ERROR` that is said by those who never wanted an answer.
+    """
+    core = stream.core
+    return core.remote_reset is not None or core.remote_stop not in (None, AppCode.NO_ERROR)

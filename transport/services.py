@@ -156,9 +156,7 @@ class ServiceTable:
             return service, Incoming(name, value, connection.peer, grant, connection, stream)
         raise TransportError("a request", why="it was not complete in time")
 
-    async def _answer(
-        self, service: _Service, request: Incoming, scope: anyio.CancelScope
-    ) -> None:
+    async def _answer(self, service: _Service, request: Incoming, scope: anyio.CancelScope) -> None:
         """Answer a call; `scope` ends the task, should the caller give up."""
         stream = request.stream
         stream.on_abandoned(scope.cancel)

@@ -384,6 +384,9 @@ class Stream(anyio.abc.ByteStream):
                     peer=self.peer,
                     why=f"the stream ended after {done} of {len(target)} bytes",
                 ) from None
+            except BaseException:
+                self._is_half_read = self._is_half_read or done > 0
+                raise
             count = self.core.incoming.take_into(target[done:])
             done += count
             self._credit(count)
@@ -446,8 +449,12 @@ class Stream(anyio.abc.ByteStream):
             return self._credit_bytes(incoming.take(length))
         # Grown as the bytes come: a length alone makes us hold nothing.
         body = bytearray()
-        while len(body) < length:
-            body += await self._filled(min(length - len(body), DEFAULT_CHUNK))
+        try:
+            while len(body) < length:
+                body += await self._filled(min(length - len(body), DEFAULT_CHUNK))
+        except BaseException:
+            self._is_half_read = True  # what comes next is no frame
+            raise
         return bytes(body)
 
     async def _filled(self, count: int) -> bytearray:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from auth import (
     ServiceRequest,
     allow_any,
 )
+from tests.programs import Program
 from transport import Connection, Endpoint, EndpointConfig, EndpointEvent, Incoming, PeerAddress
 from transport.cbor import CborValue
 
@@ -113,7 +112,7 @@ class Policy:
 class PeerProcess:
     """An endpoint in another process, which can be killed and stopped."""
 
-    def __init__(self, process: subprocess.Popen[str], node_id: NodeId, port: int) -> None:
+    def __init__(self, process: Program, node_id: NodeId, port: int) -> None:
         self.process = process
         self.node_id = node_id
         self.port = port
@@ -127,25 +126,16 @@ class PeerProcess:
 
 
 @contextmanager
-def _process(key: SecretKey, port: int) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.transport.peer_process", str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(key.to_bytes().hex() + "\n")
-        process.stdin.flush()
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+def _process(key: SecretKey, port: int) -> Iterator[Program]:
+    arguments = ["-m", "tests.transport.peer_process", str(port)]
+    with Program(arguments, stdin=True, torch=False) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write(key.to_bytes().hex() + "\n")
+            process.stdin.flush()
+            yield process
+        finally:
+            process.kill()
 
 
 @asynccontextmanager

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+from aioquic import tls
 from aioquic.quic import packet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.profiles import one_in
 from tests.transport.pair import World, connect
+from transport.protocol.batch.reader import _Packets
 from transport.protocol.batch.sealing import decode_packet_number
+from transport.protocol.batch.writer import FULL_FRAME, VARINT_4, VARINT_8
 
 
 @pytest.mark.fuzz
@@ -62,3 +65,30 @@ def test_no_mutilated_batch_of_a_live_connection_breaks_it(seed: int) -> None:
     assert world.run(lambda: listener.inbox.get(4) == b"fine")
     assert dialer.core.ended is None
     assert listener.core.ended is None
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("size", [1000, 2500])
+def test_full_frames_repeated_from_before_the_posted_memory_are_not_written_to_it(
+    size: int,
+) -> None:
+    world = World()
+    dialer, listener = connect(world)
+    stream_id = dialer.open(bytes(4000), fin=False).stream_id
+    assert world.run(lambda: len(listener.inbox.get(stream_id, b"")) == 4000)
+    quic, stream = listener.core.quic, listener.core.streams[stream_id]
+    memory = bytearray(b"." * 300_000)
+    listener.core.post(stream, memoryview(memory))
+    number = quic._spaces[tls.Epoch.ONE_RTT].expected_packet_number + 10
+    plain, opened = bytearray(), []
+    for at in (0, size, 4000):
+        start = len(plain)
+        plain += FULL_FRAME.pack(0x0C, stream_id | VARINT_4, at | VARINT_8)
+        plain += (b"new" if at == 4000 else b"old").ljust(size, b"!")
+        opened.append((number + len(opened), start, len(plain)))
+    packets = _Packets(quic, plain, world.now)
+    packets.take_all(opened)
+    packets.finish()
+    assert memory[:size] == b"new".ljust(size, b"!")
+    assert memory[size:] == b"." * (300_000 - size)
+    assert packets.eliciting == 3

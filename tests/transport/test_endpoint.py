@@ -27,6 +27,7 @@ from transport import (
     ConnectionClosed,
     DeadlineExceeded,
     Endpoint,
+    EndpointConfig,
     Incoming,
     LimitExceeded,
     PeerJoined,
@@ -39,6 +40,7 @@ from transport import (
     Unreachable,
 )
 from transport.cbor import CborValue
+from transport.config import TIMES
 
 pytestmark = pytest.mark.anyio
 
@@ -665,3 +667,10 @@ def _now() -> float:
 
 async def _never(connection: Connection) -> None:
     raise AssertionError("nobody connects")
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_is_none_is_refused_by_name(name: str, seconds: float) -> None:
+    with pytest.raises(TransportError, match=name):
+        EndpointConfig(**{name: seconds})

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 class FakeStream:
     def __init__(self) -> None:
-        self.core = SimpleNamespace(remote_reset=None)
+        self.core = SimpleNamespace(remote_reset=None, remote_stop=None)
         self.ended_with: object = None
 
     def reset(self, code: object) -> None:
@@ -135,6 +135,17 @@ async def test_what_was_taken_back_is_not_begun() -> None:
     assert not hall.begun
 
 
+@pytest.mark.parametrize(("code", "begins"), [(AppCode.CANCELLED, 0), (AppCode.NO_ERROR, 1)])
+async def test_a_call_given_up_is_not_begun_and_what_wants_no_answer_is(
+    code: AppCode, begins: int
+) -> None:
+    hall, connection, stream = Hall(), FakeConnection(), FakeStream()
+    stream.core.remote_stop = code
+    async with anyio.create_task_group() as tasks:
+        hall.receive(connection, stream, tasks)
+    assert len(hall.begun) == begins
+
+
 async def test_what_waits_is_bounded() -> None:
     hall, connection = Hall(), FakeConnection()
     hall.turns.waits.add(connection.core)
@@ -173,6 +184,45 @@ async def test_a_call_taken_back_before_it_was_looked_at_runs_no_handler() -> No
         assert not called
         await connection.call("count")
         assert called == 1
+
+
+async def test_a_call_given_up_while_it_waits_runs_no_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = 0
+
+    async def handler(request: Incoming) -> None:
+        nonlocal called
+        called += 1
+
+    async with pair() as (_, listener, connection):
+        listener.register_call("count", handler, scope="x")
+        monkeypatch.setattr(listener._turns, "delay", lambda *_: 0.005)
+        with anyio.move_on_after(0.05):
+            await connection.call("count")
+        waiting = listener._reception._waiting
+        assert sum(map(len, waiting.values())) == 1
+        await eventually(lambda: all(s.core.remote_stop for w in waiting.values() for s, _ in w))
+        monkeypatch.undo()
+        await eventually(lambda: not waiting)
+        assert await connection.call("echo", 1) == 1
+        assert not called
+
+
+async def test_handlers_that_outlive_their_connection_leave_no_account() -> None:
+    async def lingers(request: Incoming) -> None:
+        await request.connection.wait_closed()
+        end = anyio.current_time() + 0.03
+        while anyio.current_time() < end:
+            pass
+
+    async with pair() as (_, listener, connection):
+        listener.register_service("lingers", lingers, scope="x")
+        await connection.open_stream("lingers")
+        await eventually(lambda: listener._services._running)
+        connection.abort()
+        await eventually(lambda: not listener._services._running)
+        assert not listener._turns._left
 
 
 async def test_many_calls_at_once_are_all_answered() -> None:

@@ -27,6 +27,8 @@ from transport import (
     StreamReset,
     TransportError,
 )
+from transport.cbor import encode
+from transport.frames import frame
 
 pytestmark = pytest.mark.anyio
 
@@ -636,3 +638,33 @@ async def test_lent_memory_that_is_gone_ends_the_transfer_with_an_error() -> Non
             await stream.send_lent(memoryview(bytearray(20 * MIB)), is_intact=is_intact)
         stream.reset()
         assert asked == 20
+
+
+async def test_a_small_read_given_up_halfway_leaves_nothing_to_read() -> None:
+    async def dribble(request: Incoming) -> None:
+        await request.stream.send(b"0123456789")
+        await request.stream.receive()
+
+    async with serving(dribble) as connection:
+        stream = await connection.open_stream("s")
+        with anyio.move_on_after(0.2) as scope:
+            await stream.receive_exactly(100)
+        assert scope.cancelled_caught
+        with pytest.raises(MeshError):
+            await stream.receive_exactly(1)
+        stream.reset()
+
+
+async def test_a_message_given_up_halfway_is_not_taken_for_the_next() -> None:
+    async def half(request: Incoming) -> None:
+        await request.stream.send(frame(encode("text", max_size=64))[:-1])
+        await request.stream.receive()
+
+    async with serving(half) as connection:
+        stream = await connection.open_stream("s")
+        with anyio.move_on_after(0.2) as scope:
+            await stream.receive_message()
+        assert scope.cancelled_caught
+        with pytest.raises(MeshError):
+            await stream.receive_message()
+        stream.reset()

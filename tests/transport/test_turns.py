@@ -92,3 +92,14 @@ def test_who_is_gone_is_forgotten() -> None:
     loop.turns.serve("asks", 100.0, loop.now)
     loop.turns.forget("asks")
     assert loop.turns.delay("asks", loop.now) == 0
+
+
+def test_what_those_owe_who_ask_no_more_slows_nobody_down() -> None:
+    loop = Loop()
+    loop.run(0.1, busy=("bulk",), ask={})
+    for number in range(100):
+        loop.turns.serve(f"gone {number}", 0.03, loop.now)
+    loop.run(20.0, busy=("bulk",), ask={})
+    loop.turns.serve("asks", 0.02 + 0.005, loop.now)
+    assert loop.turns.delay("asks", loop.now) < 0.1
+    assert len(loop.turns._left) == 1, "they are forgotten"

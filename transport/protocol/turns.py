@@ -56,6 +56,7 @@ class Turns:
             self._looks = self._looks_left_some = 0
             self._busy, self._spent = self._spent, {}
             self._began = now
+            self._settle(now)
 
     def serve(self, owner: Hashable, seconds: float, now: float) -> None:
         """Take note of time that a handler of `owner` takes or will take."""
@@ -84,6 +85,15 @@ class Turns:
     def _gained(self, owner: Hashable, now: float) -> float:
         left, at = self._left.get(owner, (BURST_SECONDS, now))
         return min(BURST_SECONDS, left + (now - at) * self._rate())
+
+    def _settle(self, now: float) -> None:
+        """Bring all accounts up to date; forget those who owe nothing."""
+        for owner in list(self._left):
+            left = self._gained(owner, now)
+            if left < BURST_SECONDS:
+                self._left[owner] = (left, now)
+            else:
+                del self._left[owner]
 
     def _rate(self) -> float:
         return HANDLERS_SHARE / max(1, sum(left < 0 for left, _ in self._left.values()))

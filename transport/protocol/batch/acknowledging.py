@@ -24,7 +24,9 @@ def acknowledge_runs(
 ) -> None:
     """Take what `acknowledged` covers out of `space`, but for the newest packet.
 
-    That is left for `on_ack_received`, which measures the round trip by it and looks for losses.
+    That is left for `on_ack_received`, which measures the round trip by it and looks for losses. If
+    it called for no acknowledgement, the newest that did is left too: only with one of those is the
+    round trip measured (RFC 9002 section 5.1).
     """
     sent: dict[int, Any] = space.sent_packets
     numbers = list(sent)
@@ -33,7 +35,11 @@ def acknowledge_runs(
         newly += numbers[bisect_left(numbers, each.start) : bisect_left(numbers, each.stop)]
     if len(newly) < 2:
         return
-    newly.pop()
+    if not sent[newly.pop()].is_ack_eliciting:
+        eliciting_at = range(len(newly) - 1, -1, -1)
+        newest = next((at for at in eliciting_at if sent[newly[at]].is_ack_eliciting), None)
+        if newest is not None:
+            del newly[newest]
     sender: QuicStreamSender | None = None
     start = stop = nbytes = eliciting = 0
     run: SentRun | None = None

@@ -154,8 +154,8 @@ class _Packets:
             return at
         receiver = ReceivePart.of(stream)
         target, target_start = receiver.target, receiver.target_start
-        if target is None or receiver.is_finished:
-            return at
+        if target is None or receiver.is_finished or self._stop < target_start:
+            return at  # what was repeated may lie before the memory that is posted now
         began, size = at, FULL_FRAME.size
         plain, unpack = memoryview(self._plain), FULL_FRAME.unpack_from
         wanted, offset = self._stream_id | VARINT_4, self._stop
