@@ -434,7 +434,7 @@ class Stream(anyio.abc.ByteStream):
         await self._readable("receive")
         incoming = self.core.incoming
         if incoming.buffered >= LENGTH.size:
-            header = incoming.take(LENGTH.size)
+            header: bytes | bytearray = incoming.take(LENGTH.size)
             self._credit(LENGTH.size)
         else:
             header = await self._filled(LENGTH.size)
