@@ -5,6 +5,9 @@ coroutine), and clears away what the operation made when nobody disturbed it. `a
 it again and again, cancelled one await later each time. After each time everything that the nodes
 hold must be as it was, and the operation must work on the very same nodes.
 
+Every day an await is cancelled in one way, the next await in the next way, and the same await on
+the other event loop in another; with ``--slow`` each await in each way.
+
 Helper tasks of the library are out of sight of that count. `at_each_turn` cancels from outside, one
 turn of the event loop later each time, so that it finds those at each of *their* awaits.
 """
@@ -34,16 +37,29 @@ __all__ = [
     "at_each_turn",
     "at_its_end",
     "entered",
+    "look_everywhere",
     "public_async",
     "reaches",
     "ways",
 ]
+
+_everywhere = False
+
+
+def look_everywhere() -> None:
+    """Cancel each await in each way from now on, and as often as it was asked for."""
+    global _everywhere
+    _everywhere = True
+
 
 MOST_STEPS = 400
 """An operation that awaits more often than this would never end a test."""
 
 FIRST = 8
 """Awaits that are looked at one by one whatever comes after them."""
+
+SHORT = 2
+"""Awaits that are looked at in each way every day: many an operation has no more."""
 
 SOON = 3.0
 """Seconds in which nodes on loopback have told each other everything; nothing expires so soon."""
@@ -81,7 +97,7 @@ async def at_each_await(
     *,
     stride: int = 1,
 ) -> int:
-    """Run `scenario` cancelled at each await, in each way; return how many awaits there are.
+    """Run `scenario` cancelled at each await; return how many awaits there are.
 
     It is run to its end once more whenever a scope cancelled it, and in the end of each way.
 
@@ -96,22 +112,30 @@ async def at_each_await(
     await _undisturbed(scenario)
     await _restored(held, before, "undisturbed")
     most = 0
-    for way in ways():
-        step = 0
+    for index, way in enumerate(ways()):
+        step = count = 0
         while True:
-            async with scenario() as operation:
-                reached = await _cancelled(operation, step, way)
-            await _restored(held, before, f"{way.value}, await {step}")
-            if way is Way.SCOPE or not reached:
-                await _undisturbed(scenario)
-                await _restored(held, before, f"once more after {way.value}, await {step}")
-            if not reached:
-                break
-            most = max(most, step)
+            if _everywhere or step < SHORT or _turn(count) == index:
+                async with scenario() as operation:
+                    reached = await _cancelled(operation, step, way)
+                await _restored(held, before, f"{way.value}, await {step}")
+                if way is Way.SCOPE or not reached:
+                    await _undisturbed(scenario)
+                    await _restored(held, before, f"once more after {way.value}, await {step}")
+                if not reached:
+                    break
+                most = max(most, step)
             step += 1 if step < FIRST else stride
+            count += 1
             assert step < MOST_STEPS, "the operation never came to its end"
     await _restored(held, before, "in the end", late=True)
     return most
+
+
+def _turn(count: int) -> int:
+    """Return which way has its turn at an await: another one on each event loop."""
+    known = ways()
+    return (count + (Way.TASK in known)) % len(known)
 
 
 async def at_each_turn(
@@ -122,11 +146,14 @@ async def at_each_turn(
 ) -> int:
     """Run `scenario` cancelled at `samples` turns of the loop, spread from its first to its last.
 
+    Every day at half as many.
+
     Returns the number of turns that it takes undisturbed, which differs from time to time.
     """
     before = await _settled(held)
     async with scenario() as operation:
         turns = (await _turns(operation)).count
+    samples = samples if _everywhere else samples // 2
     await _restored(held, before, "undisturbed")
     for sample in range(samples):
         turn = turns * sample // samples
@@ -149,7 +176,8 @@ async def at_its_end(
     """Run `scenario` cancelled in the very turns in which it comes to its end, in each way.
 
     A turn later after each time that it was cancelled, a turn sooner after each that it came to its
-    end first. Calls `check` each time with whether it did; returns how often that was.
+    end first. Calls `check` each time with whether it did; returns how often that was, at least
+    every tenth time. Every day it is run half as many times.
     """
     before = await _settled(held)
     kinds = [way for way in ways() if way is not Way.TIMEOUT]
@@ -157,6 +185,7 @@ async def at_its_end(
         turn = (await _turns(operation)).count
         check(True)
     ended = 0
+    times = times if _everywhere else times // 2
     for time in range(times):
         async with scenario() as operation:
             run = await _turns(operation, turn, kinds[time % len(kinds)])
@@ -165,6 +194,7 @@ async def at_its_end(
         turn = max(0, turn - 1 if run.has_ended else turn + 1)
         await _restored(held, before, f"cancelled at its end, time {time}")
     await _restored(held, before, "in the end", late=True)
+    assert times / 10 < ended < times * 0.9, "some came to their end first and some did not"
     return ended
 
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from hypothesis import is_hypothesis_test
 
-from tests import profiles
+from tests import cancelling, profiles
 
 profiles.register()
 
@@ -25,7 +25,16 @@ _EXAMPLES = "examples of a parser"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption(
+        "--slow",
+        action="store_true",
+        help="run the tests marked slow as well, and cancel each await in each way",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        cancelling.look_everywhere()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

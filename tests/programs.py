@@ -1,8 +1,9 @@
-"""Python programs of tests, as processes that begin with PyTorch loaded.
+"""Python programs of tests, as processes that begin with what others wrote already loaded.
 
-Loading it takes two seconds of CPU time, a hundred times a session. A process that has done so once
-forks whenever a program is to run; what runs is a process of its own all the same, from its first
-line to the interpreter's end. Where the start itself is tested, `subprocess` has to do it.
+PyTorch takes two seconds of CPU time to load and the rest half a second, hundreds of times a
+session. A process that has done so once forks whenever a program is to run; what runs is a process
+of its own all the same, from its first line to the interpreter's end, and loads the project itself.
+Where the start itself is tested, `subprocess` has to do it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Program:
         env: in place of this process's environment.
         stderr: whether it goes to its own pipe; otherwise it goes where standard output goes.
         stdin: whether there is one to write to.
+        torch: whether it begins with PyTorch loaded as well. Without, it is forked from a small
+            process, and ends sooner.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Program:
         env: Mapping[str, str] | None = None,
         stderr: bool = True,
         stdin: bool = False,
+        torch: bool = True,
     ) -> None:
         self.args = [sys.executable, *arguments]
         self.returncode: int | None = None
@@ -75,7 +79,7 @@ class Program:
         order = {"arguments": list(arguments), "env": dict(os.environ if env is None else env)}
         given = (stdin_read, out_write, err_write, theirs.fileno())
         try:
-            socket.send_fds(_server(), [json.dumps(order).encode()], given)
+            socket.send_fds(_server(torch), [json.dumps(order).encode()], given)
         finally:
             theirs.close()
             for each in {stdin_read, out_write, err_write}:
@@ -162,14 +166,18 @@ class Program:
 
 
 def run(
-    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 40.0
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 40.0,
+    torch: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end and return its output, as `subprocess.run` does.
 
     Raises:
         subprocess.TimeoutExpired: it had to be killed after `timeout` seconds.
     """
-    with Program(arguments, env=env) as program:
+    with Program(arguments, env=env, torch=torch) as program:
         try:
             out, err = program.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -179,11 +187,14 @@ def run(
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """Start the process that forks, and return the way to it: it ends when that is closed."""
+def _server(torch: bool) -> socket.socket:
+    """Start a process that forks, and return the way to it: it ends when that is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.programs_server", str(theirs.fileno())],
+        [
+            *(sys.executable, "-m", "tests.programs_server"),
+            *(str(theirs.fileno()), "torch" if torch else "small"),
+        ],
         pass_fds=[theirs.fileno()],
         cwd=ROOT,
     )

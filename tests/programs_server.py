@@ -20,20 +20,27 @@ import types
 from typing import Any
 
 # The project itself is loaded by each program anew: it is what is tested.
-PRELOADED = (
+SMALL = (
+    "aioquic.quic.connection",
+    "aioquic.quic.retry",
+    "anyio._backends._asyncio",
+    "anyio._backends._trio",
+    "cbor2",
+    "cryptography.x509",
+    "psutil",
+    "pydantic.type_adapter",  # which typer loads where it is installed
+    "rich.console",
+    "statistics",
+    "trio",
+    "typer",
+)
+WITH_TORCH = (
     "torch",
     "torch._dynamo",
     "torch.distributed",
     "torch.nn.parallel",
     "torch.optim",
-    "aioquic.quic.connection",
-    "cbor2",
-    "cryptography.x509",
     "fastapi",
-    "psutil",
-    "rich.console",
-    "trio",
-    "typer",
     "uvicorn",
 )
 
@@ -42,7 +49,7 @@ _MAX_ORDER = 1 << 18
 
 def main() -> None:
     """Fork programs as ordered, until nobody is left who could order."""
-    for name in PRELOADED:
+    for name in (*SMALL, *(WITH_TORCH if sys.argv[2] == "torch" else ())):
         with contextlib.suppress(ImportError):  # an optional one
             importlib.import_module(name)
     gc.collect()

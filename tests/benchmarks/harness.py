@@ -51,6 +51,9 @@ QUIET_SECONDS = 0.5
 QUIET_SHARE = 0.05
 """A quiet machine: less than this share of it is used by anybody else."""
 
+START_METHOD = "spawn"
+"""How processes begin: none holds anything that another has loaded."""
+
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
 """How long a contender may take to stand ready, and for one turn."""
@@ -202,7 +205,7 @@ def child(
     Raises:
         RuntimeError: it ended without a word, or said none in time.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, work, site, *arguments), daemon=True)
     process.start()

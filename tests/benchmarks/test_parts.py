@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import delay, memory, namespaces, report
+from tests.benchmarks import delay, harness, memory, namespaces, report
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready, take_turns
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, Turn, obey, session
 from tests.benchmarks.loopback import Bulk, Small
 from tests.lab.wireguard import missing_wireguard
+from tests.programs_server import SMALL
 
 pytestmark = pytest.mark.timeout(180)
+
+PRELOADED = [*SMALL, "torch.distributed.rpc", "pytest", "tests.benchmarks.__main__"]
 
 TINY = ["--rounds", "1", "--calls", "3", "--json"]
 
@@ -30,6 +34,13 @@ def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str,
 
 def contenders(figures: list[dict[str, Any]]) -> set[str]:
     return {each["contender"] for each in figures if "contender" in each}
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the contenders from a process that has loaded what they use: not all of it each."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr(harness, "START_METHOD", "forkserver")
 
 
 class Sleeper:
@@ -69,6 +80,7 @@ class Counted:
         return Turn(float(self.turns), nbytes, 0.5, 0.25, machine=4.0, others=1.0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_round_trips(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["quicmesh call", "quicmesh, poll loop", "qh3", "stock aioquic", "TCP"]
     figures = lines(capsys, "small", "--only", *names)
@@ -82,6 +94,7 @@ def test_round_trips(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "only",
     [
@@ -104,6 +117,7 @@ def test_bulk(capsys: pytest.CaptureFixture[str], tmp_path: Path, only: tuple[st
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 def test_two_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     figures = lines(
@@ -114,6 +128,7 @@ def test_two_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("what" in each and each["goal"] == 2.0 for each in figures) == 1
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(delay.missing() is not None, reason=str(delay.missing()))
 def test_a_long_way(capsys: pytest.CaptureFixture[str]) -> None:
     figures = lines(
@@ -125,7 +140,7 @@ def test_a_long_way(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(memory.missing() is not None, reason=str(memory.missing()))
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = lines(capsys, "memory", "--scale", "0.002")
+    figures = lines(capsys, "memory", "--scale", "0.03")
     assert {each["unit"] for each in figures if "unit" in each} == {"MiB", "MB/s"}
     goals = [each for each in figures if "goal" in each]
     assert all(each["holds"] for each in goals), goals  # sizes, not times: they are to hold
@@ -138,6 +153,7 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are small, bulk" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked")
 def test_who_can_not_take_part_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     named = {"a": Sleeper(), "b": Sleeper("it is not installed"), "c": Breaks(), "d": Sleeper()}
     options = Options(only=("a", "b", "c"))
@@ -149,6 +165,7 @@ def test_who_can_not_take_part_is_left_out(capsys: pytest.CaptureFixture[str]) -
     assert "left out: c: " in told
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_turn_is_no_longer_than_a_contender_bears() -> None:
     with session(Sleeper()) as it:
         turn = it.bulk(1 << 20)
@@ -156,6 +173,7 @@ def test_a_turn_is_no_longer_than_a_contender_bears() -> None:
         assert it.small(3).trips == (0.001,) * 3
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_spins_is_stopped_between_its_turns() -> None:
     def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -21,6 +21,9 @@ from tests.programs import Program
 
 __all__ = ["Daemon", "Machine"]
 
+_LOAD_TORCH = ("up", "bench")
+"""The commands that load PyTorch into their own process."""
+
 START_SECONDS = 40.0
 """Most of a start is PyTorch, and the machine's cores are shared."""
 
@@ -121,17 +124,28 @@ class Machine:
                     process.kill()
 
     def run(
-        self, *arguments: str, code: int | None = 0, seconds: float = 40.0
+        self,
+        *arguments: str,
+        code: int | None = 0,
+        seconds: float = 40.0,
+        fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command, expect an exit code and no traceback."""
-        # Most commands never load PyTorch: an interpreter of their own is the quicker way.
-        done = subprocess.run(
-            [sys.executable, *self._command, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
+        """Run the command, expect an exit code and no traceback.
+
+        `fresh` starts an interpreter for it, as a shell would.
+        """
+        command = [*self._command, *arguments]
+        if fresh:
+            done = subprocess.run(
+                [sys.executable, *command],
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        else:
+            torch = arguments[0] in _LOAD_TORCH and "--detach" not in arguments
+            done = programs.run(command, timeout=seconds, torch=torch)
         told = f"rc {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert code is None or done.returncode == code, told
         assert "Traceback" not in told, told

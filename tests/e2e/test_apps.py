@@ -30,7 +30,8 @@ import mesh.blocking
 from auth import AccessDenied, NodeId, SecretKey, Ticket, allow_any, deny_all, load_or_create_key
 from examples.app import App, Members, open_app
 from examples.fastapi_app import make_app
-from mesh import Node
+from mesh import Node, returns
+from tensor_bridge import moves
 from tests.e2e.machines import Daemon
 from tests.mesh.nodes import eventually
 from tests.programs import Program
@@ -191,7 +192,12 @@ def put_for_ever(there: Any) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop(kind: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_stop(
+    kind: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How long our move looks for the way to an app that is gone is not what is tested.
+    monkeypatch.setattr(returns, "RETURN_SECONDS", 0.5)
+    monkeypatch.setattr(moves, "PATIENCE", 0.5)
     key = SecretKey.generate()
     with (
         running(kind, tmp_path, key.node_id) as app,

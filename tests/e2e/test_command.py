@@ -33,7 +33,7 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
         assert loopback == any("loopback only" in line for line in first.lines)
         assert ":0" not in listening.replace("::", "")
 
-        joined = b.run("join", first.ticket, "--name", "first").stdout
+        joined = b.run("join", first.ticket, "--name", "first", fresh=True).stdout
         assert joined.startswith("joined first")
         assert "mesh up" in joined
         assert "mesh ping first" in joined
@@ -48,12 +48,12 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
         with b.up(bind=None) as second:
             first.wait_for(r"joined +\w{4}-\w{4} at ")
             second.wait_for(r"joined +first \(\w{4}-\w{4}\) at ")
-            assert b.run("ping", "first", "-c", "2").stdout.count("ms") == 2
+            assert b.run("ping", "first", "-c", "2", fresh=True).stdout.count("ms") == 2
             short = b.json("id")["short"]
             # Each has a name for the other, the first one from what the second calls its host.
             (name,) = (peer["petname"] for peer in a.json("peers")["peers"])
             assert a.run("ping", name, "-c", "1").stdout.startswith(f"{name} ({short}) at ")
-            assert "both ways" in b.run("status").stdout
+            assert "both ways" in b.run("status", fresh=True).stdout
             assert "it may use us" in a.run("status").stdout
             (rtt,) = a.json("ping", short, "-c", "1")["rtts"]
             assert 0 < rtt < 3
@@ -72,7 +72,7 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
             assert done.returncode == 0, done.stderr
             assert "authorised" in done.stdout
 
-            assert b.run("down").stdout == "stopped\n"
+            assert b.run("down", fresh=True).stdout == "stopped\n"
             assert second.wait() == 0
             first.wait_for(r"left +\S+ \(\w{4}-\w{4}\) at .*: left$")  # it got its host's name
         b.run("status", code=3)

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.programs import Program
+
 __all__ = ["Host", "Lab", "NodeProcess", "enter", "lab", "missing"]
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,31 +81,33 @@ class Host:
         self, backend: str, *, has_names: bool = True, **settings: Any
     ) -> Iterator[NodeProcess]:
         """Run a node on this host for the block; `settings` as in `node_process`."""
-        command = f"exec {sys.executable} -m tests.lab.node_process"
-        process = subprocess.Popen(
-            self.shell(command if has_names else NO_NAMES + command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps({"backend": backend, **settings}) + "\n")
-            process.stdin.flush()
-            yield NodeProcess(process)
-        finally:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+        settings |= {"backend": backend, "namespace": self.namespace}
+        process: subprocess.Popen[str] | Program
+        if has_names:
+            process = Program(["-m", "tests.lab.node_process"], stdin=True, torch=False)
+        else:
+            # Only a process of the host's own can have no names.
+            process = subprocess.Popen(
+                self.shell(f"{NO_NAMES} exec {sys.executable} -m tests.lab.node_process"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=REPOSITORY,
+            )
+        with process:
+            try:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(settings) + "\n")
+                process.stdin.flush()
+                yield NodeProcess(process)
+            finally:
+                process.kill()
 
 
 class NodeProcess:
     """A node that runs on a host, and what it has said so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Program) -> None:
         self._process = process
         self.started = self.next()
         """Its ticket, its addresses, its warnings; or the error that kept it from starting."""

@@ -1,7 +1,7 @@
 """A node on a host of the lab: reads its settings as one line, says what happens line by line.
 
-Settings: ``backend`` (the event loop), ``bind``, ``join`` (tickets), ``resolve`` (whether to look
-the host's own name up first, as others do).
+Settings: ``namespace`` (the host), ``backend`` (the event loop), ``bind``, ``join`` (tickets),
+``connect_timeout``, ``resolve`` (whether to look the host's own name up first, as others do).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import anyio
 
 from auth import MeshError, SecretKey, allow_any
 from mesh import Node
+from tests.lab.network import enter
 from transport import EndpointConfig, format_address
 
 
@@ -32,7 +33,9 @@ def resolves() -> bool:
 
 
 async def main(settings: dict[str, Any]) -> None:
-    config = EndpointConfig(bind=settings.get("bind", "[::]:0"), connect_timeout=5.0)
+    config = EndpointConfig(
+        bind=settings.get("bind", "[::]:0"), connect_timeout=settings.get("connect_timeout", 5.0)
+    )
     node = Node.embedded(
         key=SecretKey.generate(), authorizer=allow_any(), config=config, tensors=False
     )
@@ -62,4 +65,5 @@ async def main(settings: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.stdin.readline())
+    enter(given["namespace"])
     anyio.run(main, given, backend=given["backend"])

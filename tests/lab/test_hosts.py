@@ -126,6 +126,7 @@ def test_a_host_that_lets_nothing_out_says_so(net: Lab, backend: str) -> None:
     with a.node(backend) as first:
         plain = Ticket.decode(first.started["ticket"])
         blocked = Ticket(plain.node_id, (("10.9.0.1", 4433),)).encode()
-        with b.node(backend, join=[blocked, first.started["ticket"]]) as second:
+        join = [blocked, first.started["ticket"]]
+        with b.node(backend, join=join, connect_timeout=2.0) as second:
             assert "own firewall or routes let nothing out" in second.next()["error"]
             assert path_of(second.next()) in {"10.1.0.1", "10.2.0.1"}

@@ -6,22 +6,20 @@ import contextlib
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from auth import SecretKey
+from tests.programs import Program
 
-REPOSITORY = Path(__file__).parents[3]
 MIB = 1 << 20
 
 ROUND_SECONDS = 0.3
-ROUNDS = 4
-"""Rounds of a transfer with and as many without the flood, in turns: the machine is shared."""
+ROUNDS = (2, 4, 4)
+"""Rounds of a transfer with and as many without the flood, in turns, of each try: the machine is
+shared, and something else may take the processors in the wrong moment."""
 
 WARM_UP = 0.3
 """How long a flood goes on before it is measured, so that it is one."""
@@ -73,12 +71,10 @@ class Process:
     """A process that answers lines with lines."""
 
     def __init__(self, module: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.attacks.floods.{module}", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
+        self.process = Program(
+            ["-m", f"tests.attacks.floods.{module}", *arguments],
+            stdin=True,
+            torch=module == "nodes",
         )
 
     def say(self, line: str = "") -> None:
@@ -90,7 +86,8 @@ class Process:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise ProcessEnded
+            assert self.process.stderr is not None
+            raise ProcessEnded(self.process.stderr.read())
         return line
 
     def ask(self, **order: object) -> Any:
@@ -98,11 +95,8 @@ class Process:
         return json.loads(self.hear())
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        with self.process:
+            self.process.kill()
 
 
 class Arena:
@@ -127,22 +121,22 @@ class Arena:
         for _ in range(3):
             self._move()
 
-    def measure(self, flood: str) -> Outcome:
-        """Let `flood` loose in every second round of a transfer."""
+    def measure(self, flood: str, rounds: int) -> Outcome:
+        """Let `flood` loose in every second of twice so many rounds of a transfer."""
         key = self._insider_key.to_bytes().hex()
         attacker = Process("attackers", flood, str(self._port), key)
         try:
             attacker.hear()
-            return self._measure(flood, attacker)
+            return self._measure(flood, attacker, rounds)
         finally:
             attacker.close()
 
-    def _measure(self, flood: str, attacker: Process) -> Outcome:
+    def _measure(self, flood: str, attacker: Process, rounds: int) -> Outcome:
         before = self._victim.ask()
         quiet: list[float] = []
         loud: list[float] = []
         attacked, attacking, is_open = 0, 0.0, True
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             quiet.append(self._move()["rate"])
             attacker.say()
             began = time.monotonic()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -24,8 +25,8 @@ from mesh.collective import (
 from mesh.distributed import MeshWork, Options, ProcessGroupMesh, link, use, wire
 from mesh.distributed.options import options_in_use
 from tests.mesh.collective.exchange_memory import outcomes, run_ranks
-from tests.mesh.distributed.nodes import LoopbackNode, loopback_node, process_group
-from transport import cbor, format_address
+from tests.mesh.distributed.nodes import LOOPBACK, LoopbackNode, loopback_node, process_group
+from transport import EndpointConfig, cbor, format_address
 
 
 class Cluster:
@@ -37,9 +38,12 @@ class Cluster:
         self.nodes: list[LoopbackNode] = []
         self.groups: list[ProcessGroupMesh] = []
 
-    def form(self, size: int, *, timeout: float = 10.0) -> list[ProcessGroupMesh]:
+    def form(
+        self, size: int, *, timeout: float = 10.0, config: EndpointConfig = LOOPBACK
+    ) -> list[ProcessGroupMesh]:
         while len(self.nodes) < size:
-            self.nodes.append(self.stack.enter_context(loopback_node(backend=self.backend)))
+            node = loopback_node(backend=self.backend, config=config)
+            self.nodes.append(self.stack.enter_context(node))
         store = dist.HashStore()
         groups = run_ranks(
             size, lambda r: process_group(self.nodes[r], store, r, size, timeout=timeout)
@@ -174,7 +178,7 @@ def test_timeout_names_who_sleeps_with_its_node(cluster) -> None:
             over.wait(10)
             return
         try:
-            groups[rank].allreduce([torch.ones(100_000)], None, timedelta(seconds=2)).wait()
+            groups[rank].allreduce([torch.ones(100_000)], None, timedelta(seconds=1)).wait()
         finally:
             over.set()
 
@@ -193,7 +197,8 @@ def test_receive_that_nobody_sends_times_out(cluster) -> None:
 
 
 def test_a_node_that_vanishes_is_named_by_all(cluster) -> None:
-    groups = cluster.form(3, timeout=60)
+    liveness = 1.5
+    groups = cluster.form(3, timeout=60, config=replace(LOOPBACK, liveness=liveness))
 
     def body(rank: int) -> None:
         if rank == 2:
@@ -205,7 +210,7 @@ def test_a_node_that_vanishes_is_named_by_all(cluster) -> None:
 
     began = time.monotonic()
     errors = outcomes(3, body)
-    assert time.monotonic() - began < cluster.nodes[0].endpoint.config.liveness + 1.5
+    assert time.monotonic() - began < liveness + 1.5
     for rank in (0, 1):
         assert isinstance(errors[rank], RankLost)
         assert errors[rank].ranks == (2,)
@@ -269,7 +274,7 @@ def test_a_rank_that_the_other_does_not_admit_is_told_so() -> None:
     with loopback_node() as open_one, loopback_node(authorizer=deny_all()) as closed:
         store = dist.HashStore()
         nodes = [open_one, closed]
-        errors = outcomes(2, lambda r: process_group(nodes[r], store, r, 2, timeout=3))
+        errors = outcomes(2, lambda r: process_group(nodes[r], store, r, 2, timeout=1))
         assert isinstance(errors[0], AccessDenied)
         assert isinstance(errors[1], CollectiveTimeout)
         assert errors[1].ranks == (0,)
@@ -286,7 +291,12 @@ def test_a_member_must_hold_the_scope_of_the_job_on_both_sides() -> None:
         with ExitStack() as stack:
             nodes = [stack.enter_context(loopback_node(authorizer=a)) for a in authorizers]
             store = dist.HashStore()
-            found = outcomes(2, lambda r, n=nodes, s=store: process_group(n[r], s, r, 2, timeout=2))
+            timeout = 10 if fine else 1  # the other rank waits in vain
+
+            def form(rank, nodes=nodes, store=store, timeout=timeout) -> ProcessGroupMesh:
+                return process_group(nodes[rank], store, rank, 2, timeout=timeout)
+
+            found = outcomes(2, form)
             if fine:
                 run_ranks(2, lambda r, g=found: g[r].barrier().wait())
                 run_ranks(2, lambda r, g=found: g[r].shutdown())
@@ -306,10 +316,10 @@ def test_a_forged_entry_in_the_store_is_refused(forged_rank: int) -> None:
         ]
         intruder = stack.enter_context(loopback_node())
 
-        def form(store: dist.Store, who: list[LoopbackNode]) -> list[object]:
-            return outcomes(2, lambda r: process_group(who[r], store, r, 2, timeout=2))
+        def form(store: dist.Store, who: list[LoopbackNode], timeout: float) -> list[object]:
+            return outcomes(2, lambda r: process_group(who[r], store, r, 2, timeout=timeout))
 
-        groups = form(dist.HashStore(), nodes)  # the positive control
+        groups = form(dist.HashStore(), nodes, 10)  # the positive control
         run_ranks(2, lambda r: groups[r].barrier().wait())
         run_ranks(2, lambda r: groups[r].shutdown())
 
@@ -317,7 +327,7 @@ def test_a_forged_entry_in_the_store_is_refused(forged_rank: int) -> None:
         other = 1 - forged_rank
         members = list(nodes)
         members[forged_rank] = intruder
-        found = form(store, members)
+        found = form(store, members, 1)
         assert isinstance(found[other], CollectiveError | AccessDenied)
 
 
