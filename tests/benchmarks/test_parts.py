@@ -140,7 +140,8 @@ def test_a_long_way(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(memory.missing() is not None, reason=str(memory.missing()))
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = lines(capsys, "memory", "--scale", "0.03")
+    # Large enough that what waits in sockets, some megabytes on a busy machine, is little of it.
+    figures = lines(capsys, "memory", "--scale", "0.08")
     assert {each["unit"] for each in figures if "unit" in each} == {"MiB", "MB/s"}
     goals = [each for each in figures if "goal" in each]
     assert all(each["holds"] for each in goals), goals  # sizes, not times: they are to hold
