@@ -392,7 +392,7 @@ def _usage(connection: Connection) -> Usage:
     times = psutil.cpu_times()
     total = sum(times)
     idle = times.idle + getattr(times, "iowait", 0.0)
-    return Usage(time.process_time(), total, total - idle, connection.core.quic.datagram_size)
+    return Usage(time.process_time(), total, total - idle, connection.info.datagram_size)
 
 
 def _size(nbytes: int) -> str:

@@ -13,7 +13,6 @@ __all__ = ["EndpointConfig"]
 KIB = 1 << 10
 MIB = 1 << 20
 
-
 TIMES = (
     "liveness",
     "connect_timeout",
@@ -22,6 +21,7 @@ TIMES = (
     "idle_timeout",
     "linger",
 )
+"""The settings that are times: each finite and positive, but for a linger of nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,8 @@ class ConnectionInfo:
     bytes_sent: int
     bytes_received: int
     """UDP payload, headers and retransmissions included: what the socket really carried."""
+    datagram_size: int
+    """UDP payload of a full packet sent to the peer: what the path is known to carry."""
     streams: int
     """Streams open now."""
     age: float
@@ -169,6 +171,7 @@ class Connection:
             rtt=self.core.quic.rtt,
             bytes_sent=self.core.bytes_sent,
             bytes_received=self.core.bytes_received,
+            datagram_size=self.core.quic.datagram_size,
             streams=len(self._streams),
             age=time.monotonic() - self._opened_at,
         )

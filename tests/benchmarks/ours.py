@@ -132,7 +132,7 @@ async def _dial(pipe: Pipe, site: Site, where: Any, one_stream: bool) -> None:
             return time.perf_counter() - began
 
         async def datagram(_: int) -> int:
-            return connection.core.quic.datagram_size
+            return connection.info.datagram_size
 
         await obey_async(pipe, {"small": small, "bulk": bulk, "datagram": datagram})
 

@@ -24,6 +24,7 @@ __all__ = ["RateController", "register"]
 
 INITIAL_PACKETS = 32
 MINIMUM_PACKETS = 4
+"""Full packets in the window at first, and at least."""
 
 STARTUP_GAIN = 2.885
 """2/ln 2: doubles the rate with each round trip (draft section 4.1.1)."""

@@ -25,7 +25,6 @@ MAX_PROBES = 3
 RAISE_SECONDS = 600.0
 """After this time the search begins again: a path may have grown (RFC 8899 section 5.1.1)."""
 
-
 DOUBT_SECONDS = 5.0
 """... and after this when the path seemed to have shrunk: it may only have been overrun."""
 

@@ -31,6 +31,7 @@ from transport.protocol.batch.sending import SendPart
 from transport.protocol.batch.sent import Transmit
 from transport.protocol.batch.window import ReceivedWindow
 from transport.protocol.batch.writer import BatchWriter
+from transport.protocol.congestion import MINIMUM_PACKETS
 from transport.protocol.pacing import BatchPacer
 from transport.protocol.path_mtu import BASE_SIZE, PathMtu
 
@@ -41,9 +42,6 @@ KEY_UPDATE_PACKETS = 1 << 22
 
 LARGEST_UPSTREAM = 16000
 """What aioquic's packets can say the length of, in bytes: beyond 16383 it loses data silently."""
-
-MIN_WINDOW = 4
-"""Full packets that the congestion window holds at least (RFC 9002 section 7.2 says two)."""
 
 BULK_BYTES = 1 << 16
 """With this much to send it is worth finding out what size of datagrams the path carries."""
@@ -166,10 +164,8 @@ class BatchConnection(QuicConnection):
     ) -> None:
         """As upstream, in batches where possible."""
         stream = self._get_or_create_stream_for_send(stream_id)
-        sender = SendPart.of(stream)
-        sender.write(data, end_stream)
-        self._has_bulk = self._has_bulk or sender.backlog >= BULK_BYTES
-        self._writer.offer(stream)
+        SendPart.of(stream).write(data, end_stream)
+        self._offer(stream)
 
     def lend_stream_data(
         self, stream_id: int, view: memoryview, is_intact: Callable[[], bool], code: int
@@ -178,9 +174,13 @@ class BatchConnection(QuicConnection):
         stream = self._get_or_create_stream_for_send(stream_id)
         sender = SendPart.of(stream)
         sender.lend(view, is_intact, code)
-        self._has_bulk = self._has_bulk or sender.backlog >= BULK_BYTES
-        self._writer.offer(stream)
+        self._offer(stream)
         return sender
+
+    def _offer(self, stream: QuicStream) -> None:
+        """Have what the stream has to send leave in batches."""
+        self._has_bulk = self._has_bulk or SendPart.of(stream).backlog >= BULK_BYTES
+        self._writer.offer(stream)
 
     def post(self, receiver: ReceivePart, target: memoryview) -> int:
         """Have the stream's next bytes written to `target`; return how many were there already."""
@@ -322,7 +322,8 @@ class BatchConnection(QuicConnection):
         self._max_datagram_size = min(size, LARGEST_UPSTREAM)
         self.pacer._max_datagram_size = size
         self._loss._cc._max_datagram_size = size  # type: ignore[attr-defined]
-        self._loss._cc.congestion_window = max(self._loss._cc.congestion_window, MIN_WINDOW * size)
+        least = MINIMUM_PACKETS * size
+        self._loss._cc.congestion_window = max(self._loss._cc.congestion_window, least)
 
     def has_control(self, now: float) -> bool:
         """Whether there is something to send that only `datagrams_to_send` can."""

@@ -24,7 +24,18 @@ class Transmit(NamedTuple):
     address: object
 
 
-class SentPacket:
+class _DataPacket:
+    """What upstream asks of every packet, and is the same for all of ours."""
+
+    __slots__ = ()
+
+    epoch = tls.Epoch.ONE_RTT
+    packet_type = QuicPacketType.ONE_RTT
+    is_crypto_packet = False
+    quic_logger_frames: tuple[dict[str, Any], ...] = ()
+
+
+class SentPacket(_DataPacket):
     """Stands for `aioquic.quic.packet_builder.QuicSentPacket`.
 
     Args:
@@ -47,11 +58,6 @@ class SentPacket:
         "sent_bytes",
         "sent_time",
     )
-
-    epoch = tls.Epoch.ONE_RTT
-    packet_type = QuicPacketType.ONE_RTT
-    is_crypto_packet = False
-    quic_logger_frames: tuple[dict[str, Any], ...] = ()
 
     def __init__(
         self, number: int, time: float, size: int, eliciting: bool, handlers: Handlers
@@ -107,7 +113,7 @@ class SentRun:
         return part
 
 
-class FramePacket:
+class FramePacket(_DataPacket):
     """A `SentPacket` of a run that is full of one stream's data: of these there are the most.
 
     Args:
@@ -120,11 +126,7 @@ class FramePacket:
 
     __slots__ = ("fin", "packet_number", "run", "sender", "start", "stop")
 
-    epoch = tls.Epoch.ONE_RTT
-    packet_type = QuicPacketType.ONE_RTT
-    is_crypto_packet = False
     is_ack_eliciting = in_flight = True
-    quic_logger_frames: tuple[dict[str, Any], ...] = ()
 
     def __init__(
         self, run: SentRun, number: int, sender: QuicStreamSender, start: int, stop: int, fin: bool

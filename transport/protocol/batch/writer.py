@@ -158,7 +158,7 @@ class BatchWriter:
     # -- how much
 
     def _allowance(self, now: float) -> int:
-        """How many full packets window, pacing and one segmented send allow."""
+        """How many full packets window, pacing and the size of one batch allow."""
         quic = self._quic
         size = quic.datagram_size
         controller = quic._loss._cc
