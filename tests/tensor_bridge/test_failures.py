@@ -142,12 +142,19 @@ async def test_a_copy_goes_on_after_the_nodes_lost_each_other_three_times(
 ) -> None:
     a, b, client = nodes
     at_a, at_b = await client.client(a), await client.client(b)
-    tensor = filled((4 * SIZE,), torch.uint8)
+    tensor = filled((24 * SIZE,), torch.uint8)
     ref = client.has(a, tensor)
+
+    def again(byte: int, one: Node, other: Node) -> Callable[[], bool]:
+        """What holds when so much has landed and `one` has a link to `other`, to cut."""
+        return lambda: (
+            landed(b) >= byte and one.endpoint.connection(other.endpoint.node_id) is not None
+        )
+
     async with (
-        once(lambda: landed(b) >= SIZE, cut(b, a)),
-        once(lambda: landed(b) >= 2 * SIZE, cut(a, b)),
-        once(lambda: landed(b) >= 3 * SIZE, cut(b, a)),
+        once(again(SIZE, b, a), cut(b, a)),
+        once(again(8 * SIZE, a, b), cut(a, b)),
+        once(again(16 * SIZE, b, a), cut(b, a)),
     ):
         copy = await at_a.copy_to(ref, at_b)
     assert same(b.store.get(copy.object_id).tensor, tensor)
