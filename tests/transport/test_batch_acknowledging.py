@@ -53,14 +53,11 @@ class Sender:
                 number += 1
                 continue
             which, count = draw.randrange(2), draw.randint(1, 6)
-            run = SentRun(self.now, SIZE, count)
-            for _ in range(count):
-                start = offsets[which]
-                sent[number] = FramePacket(
-                    run, number, self.parts[which], start, start + SIZE, False
-                )
-                offsets[which] = start + SIZE
-                number += 1
+            part, start, fin = self.parts[which], offsets[which], draw.random() < 0.1
+            run = SentRun(self.now, SIZE, number, count, part, start, SIZE, fin=fin)
+            sent.update(run.packets())
+            offsets[which] += count * SIZE
+            number += count
             self.space.ack_eliciting_in_flight += count
             self.loss._cc.on_packet_sent(packet=run)  # type: ignore[arg-type]
         self.last = number
@@ -84,7 +81,9 @@ class Sender:
             "in flight": cc.bytes_in_flight,
             "round trip": (self.loss._rtt_latest, self.loss._rtt_smoothed),
             "fates": sorted(self.fates, key=lambda fate: fate[1]),
-            "streams": [(part._buffer_start, len(part._early)) for part in self.parts],
+            "streams": [
+                (part._buffer_start, len(part._early), part._acked_fin) for part in self.parts
+            ],
             "lost": [len(part._lost) for part in self.parts],
         }
 
@@ -102,6 +101,25 @@ def test_what_is_taken_in_runs_ends_as_what_is_taken_one_by_one(controller: str)
             one.acknowledge(ranges, in_runs=False)
             other.acknowledge(ranges, in_runs=True)
             assert one.state() == other.state(), f"seed {seed}"
+
+
+def test_the_packets_of_a_run() -> None:
+    part = SendPart(4)
+    run = SentRun(1.0, SIZE, 7, 3, part, 1000, 50, fin=True)
+    packets = dict(run.packets())
+    assert list(packets) == [packet.packet_number for packet in packets.values()] == [7, 8, 9]
+    assert [(packet.start, packet.stop, packet.fin) for packet in packets.values()] == [
+        (1000, 1050, False),
+        (1050, 1100, False),
+        (1100, 1150, True),
+    ]
+    for packet in packets.values():
+        assert packet.run is run
+        assert (packet.sent_time, packet.sent_bytes) == (1.0, SIZE)
+        assert packet.delivery_handlers == [
+            (part.on_data_delivery, (packet.start, packet.stop, packet.fin))
+        ]
+    assert run.sent_bytes == 3 * SIZE
 
 
 def test_the_epoch_is_that_of_data() -> None:

@@ -7,6 +7,7 @@ other. To the stream they are one range, to the congestion controller one packet
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from typing import Any
 
 from aioquic.quic.packet_builder import QuicDeliveryState
@@ -40,33 +41,65 @@ def acknowledge_runs(
         newest = next((at for at in eliciting_at if sent[newly[at]].is_ack_eliciting), None)
         if newest is not None:
             del newly[newest]
-    sender: QuicStreamSender | None = None
-    start = stop = nbytes = eliciting = 0
+    nbytes = eliciting = at = 0
+    data: _StreamData | None = None
     run: SentRun | None = None
-    for number in newly:
-        packet = sent.pop(number)
+    while at < len(newly):
+        packet = sent[newly[at]]
         if isinstance(packet, FramePacket):
-            eliciting += 1
             run = packet.run
-            nbytes += run.size
-            if packet.start == stop and packet.sender is sender and not packet.fin:
-                stop = packet.stop
-                continue
-            if stop > start and sender is not None:
-                sender.on_data_delivery(QuicDeliveryState.ACKED, start, stop, False)
-            sender, start, stop = packet.sender, packet.start, packet.stop
-            if packet.fin:
-                sender.on_data_delivery(QuicDeliveryState.ACKED, start, stop, True)
-                start = stop
+            # What is left of the run, as far as it was acknowledged without a gap.
+            count = _consecutive(newly, at, run.last)
+            last = sent[newly[at + count - 1]]
+            if data is None or not data.goes_on(run.sender, packet.start):
+                if data is not None:
+                    data.acknowledge()
+                data = _StreamData(run.sender, packet.start)
+            data.stop, data.fin = last.stop, last.fin
+            nbytes += count * run.size
+            eliciting += count
+            deque(map(sent.pop, newly[at : at + count]), maxlen=0)
+            at += count
             continue
+        del sent[newly[at]]
+        at += 1
         if packet.is_ack_eliciting:
             eliciting += 1
         if packet.in_flight:
             loss._cc.on_packet_acked(packet=packet, now=now)
         for handler, arguments in packet.delivery_handlers:
             handler(QuicDeliveryState.ACKED, *arguments)
-    if stop > start and sender is not None:
-        sender.on_data_delivery(QuicDeliveryState.ACKED, start, stop, False)
+    if data is not None:
+        data.acknowledge()
     space.ack_eliciting_in_flight -= eliciting
     if run is not None:
         loss._cc.on_packet_acked(packet=run.part(nbytes), now=now)  # type: ignore[arg-type]
+
+
+class _StreamData:
+    """Data of one stream from one offset to another, of which all was acknowledged."""
+
+    __slots__ = ("fin", "sender", "start", "stop")
+
+    def __init__(self, sender: QuicStreamSender, start: int) -> None:
+        self.sender = sender
+        self.start = self.stop = start
+        self.fin = False
+
+    def goes_on(self, sender: QuicStreamSender, start: int) -> bool:
+        """Whether what `sender` sent from `start` on comes right behind it."""
+        return start == self.stop and sender is self.sender and not self.fin
+
+    def acknowledge(self) -> None:
+        """Tell the stream."""
+        self.sender.on_data_delivery(QuicDeliveryState.ACKED, self.start, self.stop, self.fin)
+
+
+def _consecutive(numbers: list[int], at: int, last: int) -> int:
+    """Return how many of the sorted `numbers` from `at` on follow each other, up to `last`."""
+    first = numbers[at]
+    count = bisect_left(numbers, last + 1, at) - at
+    if numbers[at + count - 1] - first == count - 1:
+        return count
+    # The distance of a number from its place grows at each gap, and never shrinks.
+    return bisect_left(range(count), 1, key=lambda n: numbers[at + n] - first - n)

@@ -6,7 +6,7 @@ for each payload, and no copy of a packet.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from cryptography.exceptions import InvalidTag
@@ -32,6 +32,12 @@ RESERVED_BITS = 0x18
 CHECKED_BITS = LONG_HEADER | FIXED_BIT | RESERVED_BITS | KEY_PHASE
 SHORT_HEADER_MASK = 0x1F
 """Bits of a short header's first byte that are protected."""
+
+_SHORT_HEADER_MASKED = bytes(byte & SHORT_HEADER_MASK for byte in range(256))
+"""For `bytes.translate`: leaves of each byte what `SHORT_HEADER_MASK` covers."""
+
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 class Aead(Protocol):
@@ -60,10 +66,10 @@ class Keys(NamedTuple):
     """ChaCha20 makes a mask of 5 bytes for one sample; AES one of 16 for each of any number."""
     phase: int
 
-    def masks(self, samples: list[bytes]) -> tuple[bytes, int]:
+    def masks(self, samples: list[memoryview]) -> tuple[bytes, int]:
         """Return the header masks for all samples in a row, and how far apart they begin."""
         if self.masks_one:
-            return b"".join([self.mask(sample) for sample in samples]), 5
+            return b"".join([self.mask(bytes(sample)) for sample in samples]), 5
         return self.mask(b"".join(samples)), SAMPLE_SIZE
 
 
@@ -79,14 +85,12 @@ class Sealer:
 
     def __init__(self, keys: Keys, destination: bytes, *, spin: bool, room: bytearray) -> None:
         self._keys = keys
-        self._first_byte = (
-            FIXED_BIT | spin << 5 | keys.phase << 2 | (PACKET_NUMBER_SIZE - 1)
-        ).to_bytes(1, "big")
-        self._prefix = self._first_byte + destination
+        first = FIXED_BIT | spin << 5 | keys.phase << 2 | (PACKET_NUMBER_SIZE - 1)
+        self._prefix = bytes((first,)) + destination
         self._number_at = len(self._prefix)
         self._header_size = self._number_at + PACKET_NUMBER_SIZE
         self._buffer = memoryview(room)
-        self._starts: list[int] = []
+        self._stride = 0
         self.size = 0
 
     @staticmethod
@@ -97,43 +101,46 @@ class Sealer:
     def add(self, number: int, payload: bytes) -> int:
         """Append packet `number`; return its size. At least `MIN_PAYLOAD` bytes of payload."""
         before = self.size
-        self.add_run(number, [payload])
+        self.add_run(number, [(payload,)])
         return self.size - before
 
-    def add_run(self, number: int, payloads: list[bytes]) -> None:
-        """Append packets, numbered from `number` on, whose payloads are of one length."""
-        keys, buffer, starts = self._keys, self._buffer, self._starts
-        encrypt, iv, prefix = keys.aead.encrypt_into, keys.iv, self._prefix
+    def add_run(self, number: int, payloads: Sequence[tuple[Bytes, ...]]) -> None:
+        """Append packets, numbered from `number` on, whose payloads are of one length.
+
+        Each is given in parts, put together only when its turn has come: a packet's worth of memory
+        then serves them all, and stays in the processor's cache.
+        """
+        keys, buffer, prefix = self._keys, self._buffer, self._prefix
+        encrypt, iv = keys.aead.encrypt_into, keys.iv
         start, header_size = self.size, self._header_size
-        size = header_size + len(payloads[0]) + TAG_SIZE
-        for payload in payloads:
+        overhead = header_size + TAG_SIZE
+        self._stride = self._stride or overhead + sum(map(len, payloads[0]))
+        for parts in payloads:
+            payload = b"".join(parts)
+            stop = start + overhead + len(payload)
             body = start + header_size
-            header = prefix + (number & 0xFFFF).to_bytes(2, "big")
-            buffer[start:body] = header
-            encrypt((iv ^ number).to_bytes(12, "big"), payload, header, buffer[body : start + size])
-            starts.append(start)
-            start += size
+            buffer[start:body] = header = prefix + (number & 0xFFFF).to_bytes(2, "big")
+            encrypt((iv ^ number).to_bytes(12, "big"), payload, header, buffer[body:stop])
+            start = stop
             number += 1
         self.size = start
 
     def finish(self) -> memoryview:
         """Protect all headers and return the batch."""
-        buffer = self._buffer
+        buffer, stride = self._buffer[: self.size], self._stride
         number_at = self._number_at
         sample_at = number_at + MAX_PACKET_NUMBER_SIZE
-        masks, stride = self._keys.masks(
-            [
-                bytes(buffer[start + sample_at : start + sample_at + SAMPLE_SIZE])
-                for start in self._starts
-            ]
+        masks, apart = self._keys.masks(
+            [buffer[at : at + SAMPLE_SIZE] for at in range(sample_at, self.size, stride)]
         )
-        at = 0
-        for start in self._starts:
-            buffer[start] ^= masks[at] & SHORT_HEADER_MASK
-            buffer[start + number_at] ^= masks[at + 1]
-            buffer[start + number_at + 1] ^= masks[at + 2]
-            at += stride
-        return buffer[: self.size]
+        # Column by column: what all packets have at one place is protected in one go.
+        for at, column in (
+            (0, masks[0::apart].translate(_SHORT_HEADER_MASKED)),
+            (number_at, masks[1::apart]),
+            (number_at + 1, masks[2::apart]),
+        ):
+            buffer[at::stride] = _xor(bytes(buffer[at::stride]), column)
+        return buffer
 
 
 Opened: TypeAlias = tuple[int, int, int]
@@ -174,9 +181,11 @@ def open_packets(
         others.append((starts[-1], size))
         starts = starts[:-1]
     opened: list[Opened] = []
-    masks, stride = keys.masks([bytes(data[at + sample_at : at + sample_stop]) for at in starts])
-    decrypt, iv = keys.aead.decrypt_into, keys.iv
+    if not starts:
+        return opened, others
     view = memoryview(data)
+    masks, apart = keys.masks([view[at + sample_at : at + sample_stop] for at in starts])
+    decrypt, iv = keys.aead.decrypt_into, keys.iv
     # The fixed bit set, the header short, the reserved bits clear, the key phase ours.
     wanted = FIXED_BIT | keys.phase << 2
     # The spin bit and the packet number's size are free, and authenticated with the rest.
@@ -184,32 +193,35 @@ def open_packets(
         wanted | free: bytes((wanted | free,)) + destination
         for free in (0, 1, 2, 3, SPIN_BIT, SPIN_BIT | 1, SPIN_BIT | 2, SPIN_BIT | 3)
     }
-    at = -stride
-    for start in starts:
+    # Column by column: what all packets have at one place is unmasked in one go.
+    firsts, highs, lows = (
+        _xor(data[at:size:segment][: len(starts)], column)
+        for at, column in (
+            (0, masks[0::apart].translate(_SHORT_HEADER_MASKED)),
+            (number_at, masks[1::apart]),
+            (number_at + 1, masks[2::apart]),
+        )
+    )
+    for start, first, high, low in zip(starts, firsts, highs, lows, strict=True):
         stop = start + segment
         if stop > size:
             stop = size
-        at += stride
-        first = data[start] ^ masks[at] & SHORT_HEADER_MASK
         body = start + number_at
         if first & CHECKED_BITS != wanted or data[start + 1 : body] != destination:
             others.append((start, stop))
             continue
-        if first & 3 == 1:
-            truncated = (data[body] ^ masks[at + 1]) << 8 | data[body + 1] ^ masks[at + 2]
-            body += 2
+        truncated = high << 8 | low
+        if first & 3 == 1 and truncated == expected & 0xFFFF:
             number = expected
-            if truncated != expected & 0xFFFF:
-                number = decode_packet_number(truncated, 16, expected)
+            body += 2
             header = prefixes[first] + truncated.to_bytes(2, "big")
         else:
             length = (first & 3) + 1
-            truncated = 0
-            for i in range(length):
-                truncated = truncated << 8 | data[body + i] ^ masks[at + 1 + i]
+            mask = start // segment * apart + 1
+            sent = _xor(data[body : body + length], masks[mask : mask + length])
+            number = decode_packet_number(int.from_bytes(sent, "big"), 8 * length, expected)
+            header = prefixes[first] + sent
             body += length
-            number = decode_packet_number(truncated, 8 * length, expected)
-            header = prefixes[first] + truncated.to_bytes(length, "big")
         end = stop - TAG_SIZE
         try:
             decrypt((iv ^ number).to_bytes(12, "big"), view[body:stop], header, plain[body:end])
@@ -219,6 +231,11 @@ def open_packets(
             expected = number + 1
         opened.append((number, body, end))
     return opened, others
+
+
+def _xor(one: bytes | bytearray, other: bytes) -> bytes:
+    """Return the exclusive-or of two strings of one length."""
+    return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).to_bytes(len(one), "big")
 
 
 def decode_packet_number(truncated: int, bits: int, expected: int) -> int:

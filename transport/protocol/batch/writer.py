@@ -17,18 +17,18 @@ from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.stream import QuicStream
 
 from transport.protocol.batch.scratch import Scratch
-from transport.protocol.batch.sealing import MIN_PAYLOAD, Keys, Sealer
+from transport.protocol.batch.sealing import MIN_PAYLOAD, Bytes, Keys, Sealer
 from transport.protocol.batch.sending import SendPart
-from transport.protocol.batch.sent import FramePacket, Handlers, SentPacket, SentRun, Transmit
+from transport.protocol.batch.sent import Handlers, SentPacket, SentRun, Transmit
 
 if TYPE_CHECKING:
     from transport.protocol.batch.connection import BatchConnection
 
 __all__ = ["BatchWriter", "keys_of"]
 
-MAX_BATCH_BYTES = 130_000
+MAX_BATCH_BYTES = 1_040_000
 MAX_BATCH_PACKETS = 88
-"""What is made at once: two segmented sends, about half a millisecond's work."""
+"""What is made at once: half a millisecond's work."""
 
 STREAM_WITH_OFFSET = 0x0C
 STREAM_LENGTH = 0x02
@@ -54,8 +54,6 @@ MAX_ACK_RANGES_SENT = 32
 ACK_OF_ACK_EVERY = 8
 """Of packets that acknowledge ranges, every so many calls for an acknowledgement itself, so that
 the ranges can be forgotten (RFC 9000 section 13.2.4)."""
-
-Bytes = bytes | bytearray | memoryview
 
 
 class BatchWriter:
@@ -198,7 +196,7 @@ class BatchWriter:
             pack = FULL_FRAME.pack
             first, piece = sender.piece_at(position)
             piece_stop = first + len(piece)
-            payloads = []
+            payloads: list[tuple[Bytes, ...]] = []
             kind = STREAM_WITH_OFFSET
             start, last = position, position + full * room
             while position < last:
@@ -211,7 +209,7 @@ class BatchWriter:
                     piece_stop = first + len(piece)
                 if stop == sender._buffer_fin:
                     kind |= STREAM_FIN
-                payloads.append(b"".join((pack(kind, base, position | VARINT_8), data)))
+                payloads.append((pack(kind, base, position | VARINT_8), data))
                 position = stop
             batch.add_frames(payloads, sender, start, room, fin=kind & STREAM_FIN > 0)
             self._took(stream, position, fin=kind & STREAM_FIN > 0)
@@ -336,19 +334,22 @@ class _Batch:
             self._on_packet_sent(packet=packet)  # type: ignore[arg-type]
 
     def add_frames(
-        self, payloads: list[bytes], sender: SendPart, start: int, room: int, *, fin: bool
+        self,
+        payloads: list[tuple[Bytes, ...]],
+        sender: SendPart,
+        start: int,
+        room: int,
+        *,
+        fin: bool,
     ) -> None:
         """Seal packets that are full of a stream's data from offset `start`, `room` bytes each."""
         quic = self._quic
         first, count = quic._packet_number, len(payloads)
         self._sealer.add_run(first, payloads)
-        run = SentRun(self._now, self._size, count)
+        run = SentRun(self._now, self._size, first, count, sender, start, room, fin=fin)
         sent: dict[int, Any] = self._space.sent_packets
-        for number in range(first, first + count):
-            sent[number] = FramePacket(run, number, sender, start, start + room, False)
-            start += room
+        sent.update(run.packets())
         quic._packet_number = first + count
-        sent[first + count - 1].fin = fin
         self.packets += count
         self._eliciting += count
         self._on_packet_sent(packet=run)  # type: ignore[arg-type]
