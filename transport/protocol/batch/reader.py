@@ -21,10 +21,18 @@ from aioquic.quic.recovery import MAX_ACK_RANGES
 from aioquic.quic.stream import QuicStream, StreamFinishedError
 
 from transport.protocol.batch.acknowledging import acknowledge_runs
+from transport.protocol.batch.landing import (
+    FULL_FRAME,
+    VARINT_4,
+    VARINT_8,
+    Expected,
+    data_room,
+    land_packets,
+)
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.scratch import Scratch
 from transport.protocol.batch.sealing import Keys, Opened, open_packets
-from transport.protocol.batch.writer import FULL_FRAME, VARINT_4, VARINT_8, keys_of
+from transport.protocol.batch.writer import keys_of
 
 if TYPE_CHECKING:
     from transport.protocol.batch.connection import BatchConnection
@@ -39,6 +47,10 @@ UINT_VAR_MAX = (1 << 62) - 1
 MAX_RANGES_READ = 256
 """Older ranges of an acknowledgement are not looked at: a peer could make that as dear as it likes,
 and what is not believed to have come is sent again."""
+
+LEADING = 2
+"""Packets of a batch that are looked at one by one to learn which transfer goes on with the next:
+behind an acknowledgement comes the first that is full of data."""
 
 ACK_AFTER_PACKETS = 64
 """An acknowledgement leaves after this many packets, however little time has passed."""
@@ -70,31 +82,36 @@ class BatchReader:
         Returns the ranges of those which have to be taken the ordinary way.
         """
         quic = self._quic
-        space = quic._spaces[tls.Epoch.ONE_RTT]
-        plain = self._scratch.get(size)
-        opened, others = open_packets(
-            self._receive_keys(),
-            data,
-            size,
-            segment,
-            quic.host_cid,
-            space.expected_packet_number,
-            memoryview(plain),
-        )
-        if not opened:
-            return others
-        quic.last_heard = now
-        quic._network_paths[0].bytes_received += size
-        packets = _Packets(quic, plain, now)
+        packets = _Packets(quic, now)
+        others: list[tuple[int, int]] = []
+        heard = False
         try:
-            packets.take_all(opened)
+            at = 0
+            while at < size and at < LEADING * segment and packets.expected() is None:
+                heard |= self._open(packets, data, at, min(at + segment, size), segment, others)
+                at += segment
+            expected = packets.expected() if at < size else None
+            if expected is not None:
+                view = memoryview(data)[at:size]
+                landed = land_packets(self._receive_keys(), view, segment, quic.host_cid, expected)
+                if landed:
+                    stop = at + landed.start * segment
+                    self._open(packets, data, at, stop, segment, others)
+                    packets.take_landed(expected, landed, data_room(segment, quic.host_cid))
+                    at += landed.stop * segment
+            heard |= self._open(packets, data, at, size, segment, others)
             packets.finish()
         except QuicConnectionError as error:
+            heard = True
             quic.close(
                 error_code=error.error_code,
                 frame_type=error.frame_type or QuicFrameType.PADDING,
                 reason_phrase=error.reason_phrase,
             )
+        if not heard:
+            return others
+        quic.last_heard = now
+        quic._network_paths[0].bytes_received += size
         if quic._state in END_STATES or quic._close_pending:
             return []
         quic._close_at = now + quic._idle_timeout()
@@ -102,6 +119,33 @@ class BatchReader:
         if packets.eliciting:
             self._hold_acknowledgement(packets.eliciting, now)
         return others
+
+    def _open(
+        self,
+        packets: _Packets,
+        data: bytearray,
+        start: int,
+        stop: int,
+        segment: int,
+        others: list[tuple[int, int]],
+    ) -> bool:
+        """Take the packets in ``data[start:stop]``; return whether there was an authentic one."""
+        if start >= stop:
+            return False
+        part = data if not start else data[start:stop]
+        plain = self._scratch.get(stop - start)
+        opened, rest = open_packets(
+            self._receive_keys(),
+            part,
+            stop - start,
+            segment,
+            self._quic.host_cid,
+            packets.next_number,
+            memoryview(plain),
+        )
+        others += [(start + begin, start + end) for begin, end in rest]
+        packets.take_all(opened, plain)
+        return bool(opened)
 
     def _hold_acknowledgement(self, count: int, now: float) -> None:
         quic = self._quic
@@ -124,10 +168,10 @@ class BatchReader:
 class _Packets:
     """The packets of one batch. Runs of packet numbers, and of a stream's bytes, count as one."""
 
-    def __init__(self, quic: BatchConnection, plain: bytearray, now: float) -> None:
+    def __init__(self, quic: BatchConnection, now: float) -> None:
         self.eliciting = 0
         self._quic = quic
-        self._plain = plain
+        self._plain = bytearray()
         self._now = now
         self._space = quic._spaces[tls.Epoch.ONE_RTT]
         self._first = 0
@@ -137,8 +181,50 @@ class _Packets:
         self._start = self._stop = 0
         self._fin = False
 
-    def take_all(self, opened: list[Opened]) -> None:
-        """Take packets, in this order."""
+    @property
+    def next_number(self) -> int:
+        """The packet number expected next."""
+        return max(self._space.expected_packet_number, self._last + 1)
+
+    def expected(self) -> Expected | None:
+        """What comes next if the transfer that the last packet was of goes on undisturbed.
+
+        None if it was of none, or other data has come already where its next would land.
+        """
+        stream, last = self._stream, self._last
+        if stream is None or self._fin or last < self._first:
+            return None
+        receiver = ReceivePart.of(stream)
+        # What lies in front of the next data has to have come just now: nobody looks at it yet.
+        if (
+            last < self._space.largest_received_packet
+            or self._stop - self._start < FULL_FRAME.size
+            or receiver.target is None
+            or receiver.is_finished
+            or receiver.gaps
+        ):
+            return None
+        front = self._stop - FULL_FRAME.size - receiver.target_start
+        return Expected(last + 1, self._stream_id, self._stop, receiver.target[front:])
+
+    def take_landed(self, expected: Expected, landed: range, room: int) -> None:
+        """Take packets that have landed in their place; `room` bytes of data in each."""
+        start = expected.offset + landed.start * room
+        first = expected.number + landed.start
+        if first != self._last + 1 or self._last < self._first:
+            self._note_run()
+            self._first = first
+        if self._stream is None or self._stream_id != expected.stream_id or self._stop != start:
+            self._end_run()
+            self._stream = self._quic._streams.get(expected.stream_id)
+            self._stream_id, self._start = expected.stream_id, start
+        self._last = expected.number + landed.stop - 1
+        self._stop = expected.offset + landed.stop * room
+        self.eliciting += len(landed)
+
+    def take_all(self, opened: list[Opened], plain: bytearray) -> None:
+        """Take packets, in this order, whose payloads are in `plain`."""
+        self._plain = plain
         at = 0
         while at < len(opened):
             self._take(*opened[at])

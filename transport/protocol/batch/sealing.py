@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from cryptography.exceptions import InvalidTag
 
-__all__ = ["Keys", "Opened", "Sealer", "decode_packet_number", "open_packets"]
+__all__ = ["Keys", "Opened", "Sealer", "decode_packet_number", "open_packets", "unmask"]
 
 TAG_SIZE = 16
 SAMPLE_SIZE = 16
@@ -170,8 +170,7 @@ def open_packets(
         Packets that look right and are not authentic are in neither.
     """
     number_at = 1 + len(destination)
-    sample_at = number_at + MAX_PACKET_NUMBER_SIZE
-    sample_stop = sample_at + SAMPLE_SIZE
+    sample_stop = number_at + MAX_PACKET_NUMBER_SIZE + SAMPLE_SIZE
     starts = range(0, size, segment)
     others: list[tuple[int, int]] = []
     if segment < sample_stop:
@@ -184,7 +183,7 @@ def open_packets(
     if not starts:
         return opened, others
     view = memoryview(data)
-    masks, apart = keys.masks([view[at + sample_at : at + sample_stop] for at in starts])
+    unmasked = unmask(keys, view, starts, number_at)
     decrypt, iv = keys.aead.decrypt_into, keys.iv
     # The fixed bit set, the header short, the reserved bits clear, the key phase ours.
     wanted = FIXED_BIT | keys.phase << 2
@@ -193,16 +192,7 @@ def open_packets(
         wanted | free: bytes((wanted | free,)) + destination
         for free in (0, 1, 2, 3, SPIN_BIT, SPIN_BIT | 1, SPIN_BIT | 2, SPIN_BIT | 3)
     }
-    # Column by column: what all packets have at one place is unmasked in one go.
-    firsts, highs, lows = (
-        _xor(data[at:size:segment][: len(starts)], column)
-        for at, column in (
-            (0, masks[0::apart].translate(_SHORT_HEADER_MASKED)),
-            (number_at, masks[1::apart]),
-            (number_at + 1, masks[2::apart]),
-        )
-    )
-    for start, first, high, low in zip(starts, firsts, highs, lows, strict=True):
+    for start, first, high, low in zip(starts, *unmasked.columns, strict=True):
         stop = start + segment
         if stop > size:
             stop = size
@@ -217,8 +207,8 @@ def open_packets(
             header = prefixes[first] + truncated.to_bytes(2, "big")
         else:
             length = (first & 3) + 1
-            mask = start // segment * apart + 1
-            sent = _xor(data[body : body + length], masks[mask : mask + length])
+            at = start // segment * unmasked.apart + 1
+            sent = _xor(data[body : body + length], unmasked.masks[at : at + length])
             number = decode_packet_number(int.from_bytes(sent, "big"), 8 * length, expected)
             header = prefixes[first] + sent
             body += length
@@ -233,7 +223,38 @@ def open_packets(
     return opened, others
 
 
-def _xor(one: bytes | bytearray, other: bytes) -> bytes:
+class Unmasked(NamedTuple):
+    """What header protection hid, of many packets."""
+
+    columns: tuple[bytes, bytes, bytes]
+    """Their first bytes, then the first and the second bytes of their packet numbers."""
+    masks: bytes
+    apart: int
+    """How far apart the masks of two packets begin."""
+
+
+def unmask(keys: Keys, view: memoryview, starts: range, number_at: int) -> Unmasked:
+    """Take header protection off the packets of `view` that begin at `starts`.
+
+    Column by column: what all packets have at one place is unmasked in one go.
+    """
+    sample_at = number_at + MAX_PACKET_NUMBER_SIZE
+    masks, apart = keys.masks(
+        [view[at + sample_at : at + sample_at + SAMPLE_SIZE] for at in starts]
+    )
+    first, high, low = (
+        bytes(view[at : starts[-1] + sample_at : starts.step])
+        for at in (0, number_at, number_at + 1)
+    )
+    columns = (
+        _xor(first, masks[0::apart].translate(_SHORT_HEADER_MASKED)),
+        _xor(high, masks[1::apart]),
+        _xor(low, masks[2::apart]),
+    )
+    return Unmasked(columns, masks, apart)
+
+
+def _xor(one: Bytes, other: bytes) -> bytes:
     """Return the exclusive-or of two strings of one length."""
     return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).to_bytes(len(one), "big")
 

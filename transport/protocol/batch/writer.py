@@ -6,7 +6,6 @@ with aioquic's own packet code, and so does all of it while a batch can't be sen
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from aioquic.quic.crypto import CryptoContext
 from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.stream import QuicStream
 
+from transport.protocol.batch.landing import FULL_FRAME, VARINT_4, VARINT_8, WITH_OFFSET
 from transport.protocol.batch.scratch import Scratch
 from transport.protocol.batch.sealing import MIN_PAYLOAD, Bytes, Keys, Sealer
 from transport.protocol.batch.sending import SendPart
@@ -30,16 +30,11 @@ MAX_BATCH_BYTES = 1_040_000
 MAX_BATCH_PACKETS = 88
 """What is made at once: half a millisecond's work."""
 
-STREAM_WITH_OFFSET = 0x0C
 STREAM_LENGTH = 0x02
 STREAM_FIN = 0x01
 ACK = 0x02
 PING = 0x01
 
-FULL_FRAME = struct.Struct("!BIQ")
-"""A STREAM frame that fills its packet: type, stream id in 4 bytes, offset in 8."""
-VARINT_4 = 0x80000000
-VARINT_8 = 0xC000000000000000
 MAX_STREAM_ID = 1 << 30
 
 MAX_OVERHEAD = 128
@@ -197,7 +192,7 @@ class BatchWriter:
             first, piece = sender.piece_at(position)
             piece_stop = first + len(piece)
             payloads: list[tuple[Bytes, ...]] = []
-            kind = STREAM_WITH_OFFSET
+            kind = WITH_OFFSET
             start, last = position, position + full * room
             while position < last:
                 stop = position + room
@@ -229,7 +224,7 @@ class BatchWriter:
             fin = stop == sender._buffer_fin
             if room < 0 or stop < start or (stop == start and not fin) or not sender.can_read():
                 continue
-            kind = STREAM_WITH_OFFSET | fin
+            kind = WITH_OFFSET | fin
             length = b""
             if stop - start < room:
                 # Others may follow, so that this one has to say where it ends.
@@ -237,7 +232,7 @@ class BatchWriter:
                 if stop - start + len(length) > room:
                     stop -= len(length)
                     fin = False
-                    kind = STREAM_WITH_OFFSET
+                    kind = WITH_OFFSET
                     length = _varint(stop - start)
                 kind |= STREAM_LENGTH
             parts += (bytes((kind,)), head, length, bytes(sender.read(start, stop)))
