@@ -367,14 +367,11 @@ class _Run:
         return _usage(connection), Usage.from_message(answer)
 
     async def _lane(self) -> str:
-        """Return the name of the way that tensors would take now."""
-        from tensor_bridge.lanes import choose_lane
-
+        """Return the name of the way that tensors take."""
         connection = await self._peer.connection()
-        async with await connection.open_stream(USAGE_CALL, timeout=self._plan.timeout) as stream:
-            name = choose_lane(stream, stall_seconds=self._plan.timeout).name
-            await stream.reply()
-            return name
+        lanes = self._peer._node.lanes
+        await lanes.meet(connection)
+        return lanes.status(connection).name
 
 
 async def _echo(request: Incoming) -> CborValue:

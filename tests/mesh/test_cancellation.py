@@ -127,6 +127,21 @@ async def connect(m: Meshed) -> AsyncIterator[Operation]:
     m.part(m.here, m.other)
 
 
+@NODES.covers("mesh.Node.lane")
+async def lane(m: Meshed) -> AsyncIterator[Operation]:
+    assert m.here.lanes is m.here.lanes
+    m.here.directory.reached(m.other.node_id, m.other.addresses)
+    connection = await m.here.dial(m.other.node_id)
+
+    async def run() -> None:
+        status = await m.here.lane(connection)
+        assert status is not None
+        assert status.name == "quic"
+
+    yield run
+    m.part(m.here, m.other)
+
+
 @NODES.covers("mesh.Node.dial")
 async def dial(m: Meshed) -> AsyncIterator[Operation]:
     m.here.directory.reached(m.other.node_id, m.other.addresses)
