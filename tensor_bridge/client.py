@@ -216,7 +216,7 @@ class TensorClient:
         """
         self._check(ref)
         meter = Meter(ref.meta.nbytes, progress)
-        landing = Landing(ref.meta, meter.arrived)
+        landing = Landing(ref.meta, self._lanes.memory, meter.arrived)
 
         async def attempt() -> None:
             await read_into(

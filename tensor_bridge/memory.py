@@ -16,7 +16,7 @@ import torch
 from tensor_bridge.codec import Quantization, TensorMeta, describe, memory_order
 from tensor_bridge.errors import QuotaExceeded, TensorChanged, UnsupportedTensor
 
-__all__ = ["CHUNK_BYTES", "Payload", "allocate", "chunks", "tensor_bytes"]
+__all__ = ["CHUNK_BYTES", "Payload", "allocate", "chunks", "new_storage", "tensor_bytes"]
 
 CHUNK_BYTES = 256 * 1024
 """Bytes handled per turn of the event loop: so many that the cost of a turn does not show, so few
@@ -123,22 +123,37 @@ class Payload:
         return tensor.data_ptr() == self._address and tensor.untyped_storage().nbytes() >= end
 
 
-def allocate(meta: TensorMeta) -> torch.Tensor:
+def allocate(meta: TensorMeta, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
     """Return a new CPU tensor as `meta` describes it, allocated once and not initialized.
+
+    Args:
+        meta: what it is to be.
+        storage: memory of just its size to have it in; by default new memory.
+
+    Raises:
+        QuotaExceeded: this machine has no room for it.
+    """
+    if storage is None:
+        storage = new_storage(meta.nbytes)
+    with torch.inference_mode(False):
+        tensor = _empty(meta).set_(storage, 0, meta.shape, meta.strides)
+        return tensor.requires_grad_(meta.requires_grad)
+
+
+def new_storage(nbytes: int) -> torch.UntypedStorage:
+    """Return memory of the CPU, not initialized.
 
     Raises:
         QuotaExceeded: this machine has no room for it.
     """
     try:
-        room = torch.empty(meta.nbytes, dtype=torch.uint8, device="cpu")
+        room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except (RuntimeError, MemoryError) as error:
         raise QuotaExceeded(
-            f"allocation of {meta.nbytes} bytes", why="this machine does not have that much memory"
+            f"allocation of {nbytes} bytes", why="this machine does not have that much memory"
         ) from error
     _prefer_huge_pages(room)
-    with torch.inference_mode(False):
-        tensor = _empty(meta).set_(room.untyped_storage(), 0, meta.shape, meta.strides)
-        return tensor.requires_grad_(meta.requires_grad)
+    return room.untyped_storage()
 
 
 def _prefer_huge_pages(room: torch.Tensor) -> None:

@@ -71,7 +71,9 @@ class TensorService:
         self.store = store
         self.tokens = tokens
         self.limits = limits or MoveLimits()
-        self.arrivals = Arrivals(store, resume_seconds=self.limits.resume, clock=clock)
+        self.arrivals = Arrivals(
+            store, resume_seconds=self.limits.resume, memory=lanes.memory, clock=clock
+        )
         self._endpoint = endpoint
         self._authorizer = authorizer
         self._clock = clock

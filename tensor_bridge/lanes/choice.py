@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+from tensor_bridge.landing_memory import LandingMemory
 from tensor_bridge.lanes.lane import Lane
 from tensor_bridge.lanes.quic import QuicLane
 from tensor_bridge.lanes.shared import Landing, Link, SharedLane, Sharing
@@ -95,10 +96,14 @@ class Lanes:
     Args:
         endpoint: whose peers they are. Without one, all moves go over QUIC.
         config: what to use.
+
+    Attributes:
+        memory: what comes by them, whichever it is, lands in it.
     """
 
     def __init__(self, endpoint: Endpoint | None, config: LaneConfig | None = None) -> None:
         self.config = config or LaneConfig()
+        self.memory = LandingMemory(None if endpoint is None else endpoint.start_soon)
         self._sharing: Sharing | None = None
         if endpoint is not None:
             self._sharing = Sharing(

@@ -94,6 +94,10 @@ async def meshed() -> AsyncIterator[Meshed]:
         m = Meshed(a, b, here, other)
         m.at_a, m.at_b = await here.connect(a.ticket()), await here.connect(b.ticket())
         await b.connect(a.ticket())
+        # What each pair shares is there from now on.
+        ref = await m.at_a.put(SOME)
+        await (await ref.copy_to(m.at_b)).get()
+        m.clear()
         yield m
 
 

@@ -87,7 +87,7 @@ class SharedLane:
             self._link.copy_out(message, room[: message.length])
             room = room[message.length :]
             moved(message.length)
-            await anyio.lowlevel.checkpoint()  # others on the event loop have their turn
+            await self._link.turn()
 
     async def _attend(
         self,
