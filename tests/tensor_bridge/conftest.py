@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 
@@ -29,6 +31,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of moves once over each lane."""
     if metafunc.module.__name__.rpartition(".")[2] in OVER_EACH_LANE:
         metafunc.parametrize("lane", list(nodes.LANES), indirect=True)
+
+
+OF_NO_LANE = {
+    "a_service",
+    "create",
+    "delete",
+    "get_together",
+    "info",
+    "lane",
+    "list_all",
+    "shared_lane",
+}
+"""Scenarios of cancellation in which no bytes take the nodes' lane."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run each test over shared memory on one event loop alone, unless all is asked for.
+
+    Which one differs from case to case, so that there are many on either. QUIC, which is on the way
+    of every move, is tested on both.
+    """
+    if config.getoption("--slow"):
+        return
+    left_out = [item for item in items if _is_left_out(item)]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+    if params.get("lane") != "shared-memory" or module not in OVER_EACH_LANE:
+        return False
+    if module == "test_cancellation" and params.get("name") in OF_NO_LANE:
+        return True
+    loop = params.get("anyio_backend")
+    case = item.nodeid.replace(f"{loop}", "", 1)
+    return loop is not None and loop != ("asyncio", "trio")[zlib.crc32(case.encode()) % 2]
 
 
 @pytest.fixture(autouse=True)

@@ -145,8 +145,9 @@ async def _check_put(m: Moves, tensor: torch.Tensor) -> None:
 @covers("tensor_bridge.TensorClient.create")
 async def create(m: Moves) -> AsyncIterator[Operation]:
     async def run() -> None:
-        ref = await m.at_a.create("arange", (200_000,), dtype=torch.int64)
-        assert torch.equal(m.a.store.get(ref.object_id).tensor, torch.arange(200_000))
+        ref = await m.at_a.create("arange", (200_000,), dtype=torch.int32)
+        expected = torch.arange(200_000, dtype=torch.int32)
+        assert torch.equal(m.a.store.get(ref.object_id).tensor, expected)
 
     yield run
     m.clear()

@@ -556,7 +556,7 @@ async def test_a_tensor_written_to_during_a_move_is_noticed(
 ) -> None:
     a, b, client = nodes
     at_a, at_b = await client.client(a), await client.client(b)
-    tensor = filled((4 * SIZE,), torch.uint8)  # far more than is in flight at once
+    tensor = filled((24 * SIZE,), torch.uint8)  # far more than is in flight at once
 
     def write() -> None:
         tensor.add_(1)

@@ -19,21 +19,18 @@ needs_lab = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 NOBODY = 65534
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The event loop of the nodes, which run in processes of their own."""
-    return str(request.param)
-
-
 def lane_between(
-    backend: str, here: dict[str, object], there: dict[str, object], host: str = "127.0.0.1"
+    here: dict[str, object], there: dict[str, object], host: str = "127.0.0.1"
 ) -> tuple[str, str | None]:
-    """Return the lane that a node uses to move to another, and why."""
-    with start(backend, **there) as server:
+    """Return the lane that a node uses to move to another, and why.
+
+    They are processes of their own, one on either event loop.
+    """
+    with start("asyncio", **there) as server:
         try:
             said = hear(server)
             peer = (said["node"], host, said["port"])
-            with start(backend, peer=peer, **here) as mover:
+            with start("trio", peer=peer, **here) as mover:
                 try:
                     hear(mover)
                     said = hear(mover)
@@ -45,33 +42,33 @@ def lane_between(
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_two_that_are_together_share_memory(backend: str) -> None:
-    assert lane_between(backend, {}, {}) == ("shared-memory", None)
+def test_two_that_are_together_share_memory() -> None:
+    assert lane_between({}, {}) == ("shared-memory", None)
 
 
 @needs_root
 @pytest.mark.parametrize("who", ["the mover", "the server", "both"])
-def test_two_users_use_quic(backend: str, who: str) -> None:
+def test_two_users_use_quic(who: str) -> None:
     here = {"user": NOBODY} if who != "the server" else {}
     there = {"user": NOBODY} if who != "the mover" else {}
     expected = ("shared-memory", None) if who == "both" else ("quic", FACTS["user"])
-    assert lane_between(backend, here, there) == expected
+    assert lane_between(here, there) == expected
 
 
 @needs_root
-def test_two_mount_namespaces_use_quic(backend: str) -> None:
-    lane = lane_between(backend, {"mounts": True}, {})
+def test_two_mount_namespaces_use_quic() -> None:
+    lane = lane_between({"mounts": True}, {})
     assert lane == ("quic", FACTS["mount namespace"])
 
 
 @needs_lab
-def test_two_network_namespaces_use_quic(backend: str) -> None:
+def test_two_network_namespaces_use_quic() -> None:
     with lab() as net:
         a, b = net.host("a"), net.host("b")
         net.link(a, b, "eth0", "10.7.0.1/24", "10.7.0.2/24")
         here = {"namespace": a.namespace, "bind": "10.7.0.1:0"}
         there = {"namespace": b.namespace, "bind": "10.7.0.2:0"}
-        lane = lane_between(backend, here, there, "10.7.0.2")
+        lane = lane_between(here, there, "10.7.0.2")
         assert lane == ("quic", FACTS["network namespace"])
         alike = {"namespace": b.namespace, "bind": "10.7.0.2:0"}
-        assert lane_between(backend, alike, there, "10.7.0.2") == ("shared-memory", None)
+        assert lane_between(alike, there, "10.7.0.2") == ("shared-memory", None)

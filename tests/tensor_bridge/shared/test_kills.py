@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
 ]
 
-FEW = 5
+FEW = 3
 """Kills of either side on either loop."""
 
 MANY = 50
@@ -36,6 +36,14 @@ IN_TIME = 3.0
 """Seconds to an error: the liveness bound is half of one."""
 
 BRIEF = MoveLimits(resume=0.2, linger=0.2)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what expires be gone soon: between kills everything has to be as it was."""
+    monkeypatch.setattr("tensor_bridge.service.SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr("tensor_bridge.landing_memory.KEEP_SECONDS", 0.05)
+
 
 kills = pytest.mark.parametrize(
     "count", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
