@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
 ]
 
-FEW = 3
+FEW = 2
 """Kills of either side on either loop."""
 
 MANY = 50
