@@ -260,11 +260,13 @@ class _Run:
         await self._get("warming up")
         await self.drop()
         here, there = await self._usages()
-        info = (await self._peer.connection()).info
+        connection = await self._peer.connection()
+        info = connection.info
         return Link(
             self._peer.label,
             info.remote,
-            await self._lane(),
+            # What the warm-up went by, if it was large enough to look for one.
+            self._peer._node.lanes.status(connection).name,
             info.rtt,
             here.datagram,
             there.datagram,
@@ -365,16 +367,6 @@ class _Run:
         connection = await self._peer.connection()
         answer = await connection.call(USAGE_CALL, timeout=self._plan.timeout)
         return _usage(connection), Usage.from_message(answer)
-
-    async def _lane(self) -> str:
-        """Return the name of the way that tensors would take now."""
-        from tensor_bridge.lanes import choose_lane
-
-        connection = await self._peer.connection()
-        async with await connection.open_stream(USAGE_CALL, timeout=self._plan.timeout) as stream:
-            name = choose_lane(stream, stall_seconds=self._plan.timeout).name
-            await stream.reply()
-            return name
 
 
 async def _echo(request: Incoming) -> CborValue:

@@ -75,9 +75,10 @@ class Node:
         home: Home | str | os.PathLike[str] | None = None,
         *,
         config: EndpointConfig | None = None,
+        shared_memory: bool = True,
     ) -> Self:
         """A machine's node; see `mesh.Node.peer`."""
-        return cls(async_node.Node.peer(home, config=config))
+        return cls(async_node.Node.peer(home, config=config, shared_memory=shared_memory))
 
     @classmethod
     def client(
@@ -89,6 +90,7 @@ class Node:
         credential: bytes = b"",
         secret: SharedSecret | None = None,
         config: EndpointConfig | None = None,
+        shared_memory: bool = True,
     ) -> Self:
         """A program's node; see `mesh.Node.client`."""
         return cls(
@@ -100,6 +102,7 @@ class Node:
                 credential=credential,
                 secret=secret,
                 config=config,
+                shared_memory=shared_memory,
             )
         )
 
@@ -110,9 +113,12 @@ class Node:
         *,
         scopes: Iterable[str] = DEFAULT_SCOPES,
         config: EndpointConfig | None = None,
+        shared_memory: bool = True,
     ) -> Self:
         """A program that peers dial as well; see `mesh.Node.worker`."""
-        return cls(async_node.Node.worker(home, scopes=scopes, config=config))
+        return cls(
+            async_node.Node.worker(home, scopes=scopes, config=config, shared_memory=shared_memory)
+        )
 
     @classmethod
     def embedded(
@@ -122,10 +128,17 @@ class Node:
         authorizer: Authorizer,
         config: EndpointConfig | None = None,
         tensors: bool = True,
+        shared_memory: bool = True,
     ) -> Self:
         """An application's node; see `mesh.Node.embedded`."""
         return cls(
-            async_node.Node.embedded(key=key, authorizer=authorizer, config=config, tensors=tensors)
+            async_node.Node.embedded(
+                key=key,
+                authorizer=authorizer,
+                config=config,
+                tensors=tensors,
+                shared_memory=shared_memory,
+            )
         )
 
     def open(self) -> Self:

@@ -51,6 +51,7 @@ from transport import (
 
 if TYPE_CHECKING:
     from mesh.tensors import Tensors
+    from tensor_bridge import Lanes, LaneStatus
 
 __all__ = ["Node"]
 
@@ -82,6 +83,7 @@ class Node:
         join: Iterable[Ticket | str] = (),
         credential: bytes = b"",
         secret: SharedSecret | None = None,
+        shared_memory: bool = True,
     ) -> None:
         files = [part for part in parts(authorizer) if isinstance(part, AuthorizedKeys)]
         keys = files[0] if files else None
@@ -97,6 +99,8 @@ class Node:
         self._delegation = delegation
         self._config = config or EndpointConfig()
         self._tensors = _load_tensors() if tensors else None
+        self._lanes: Lanes | None = None
+        self._shared_memory = shared_memory
         self._join = tuple(join)
         self._returns = Returns()
         self._endpoint: Endpoint | None = None
@@ -108,6 +112,7 @@ class Node:
         home: Home | str | os.PathLike[str] | None = None,
         *,
         config: EndpointConfig | None = None,
+        shared_memory: bool = True,
     ) -> Self:
         """A machine's node, as ``mesh up`` runs it.
 
@@ -117,6 +122,8 @@ class Node:
         Args:
             home: the state directory, by default `Home`'s own; made, with a key, if it is missing.
             config: addresses to listen on and to advertise, limits, times.
+            shared_memory: move tensors through it where a peer runs on the same host; off, all of
+                them go over QUIC.
 
         Raises:
             HomeError, KeyFileError: the state directory or its key can't be used.
@@ -129,6 +136,7 @@ class Node:
             config=config,
             home=where,
             tensors=True,
+            shared_memory=shared_memory,
         )
 
     @classmethod
@@ -141,6 +149,7 @@ class Node:
         credential: bytes = b"",
         secret: SharedSecret | None = None,
         config: EndpointConfig | None = None,
+        shared_memory: bool = True,
     ) -> Self:
         """A program's node: its own fresh key, admits nobody, dials `tickets` on entry.
 
@@ -156,7 +165,7 @@ class Node:
             credential: at most 4096 bytes, sent to each peer dialled, for its authorizer alone; a
                 ticket with an invite sends that instead.
             secret: proved to peers that admit by a shared secret, and sent to nobody.
-            config: as in `peer`.
+            config, shared_memory: as in `peer`.
 
         Raises:
             HomeError, KeyFileError: the state directory or its key can't be used.
@@ -175,6 +184,7 @@ class Node:
             join=tickets,
             credential=credential,
             secret=secret,
+            shared_memory=shared_memory,
         )
 
     @classmethod
@@ -184,6 +194,7 @@ class Node:
         *,
         scopes: Iterable[str] = DEFAULT_SCOPES,
         config: EndpointConfig | None = None,
+        shared_memory: bool = True,
     ) -> Self:
         """A program that peers dial as well, such as a rank of a training job.
 
@@ -193,7 +204,7 @@ class Node:
         Args:
             home: the state directory with the machine's key.
             scopes: what the program may do at most, of what peers let the machine do.
-            config: as in `peer`.
+            config, shared_memory: as in `peer`.
 
         Raises:
             HomeError, KeyFileError: the state directory or its key can't be used.
@@ -208,6 +219,7 @@ class Node:
             config=config,
             delegation=delegation,
             home=where,
+            shared_memory=shared_memory,
         )
 
     @classmethod
@@ -218,16 +230,23 @@ class Node:
         authorizer: Authorizer,
         config: EndpointConfig | None = None,
         tensors: bool = True,
+        shared_memory: bool = True,
     ) -> Self:
         """An application's node: its own key and policy, no file on disk, the application's loop.
 
         Args:
             key: who the node is; `auth.load_or_create_key` keeps one in a file.
             authorizer: who may do what. There is no default; `allow_any` is an explicit choice.
-            config: as in `peer`.
+            config, shared_memory: as in `peer`.
             tensors: offer the tensor service, to peers that are granted the scope ``tensor``.
         """
-        return cls(key=key, authorizer=authorizer, config=config, tensors=tensors)
+        return cls(
+            key=key,
+            authorizer=authorizer,
+            config=config,
+            tensors=tensors,
+            shared_memory=shared_memory,
+        )
 
     async def __aenter__(self) -> Self:
         if self._stack is not None:
@@ -245,7 +264,8 @@ class Node:
             endpoint.subscribe(self._observe)
             register_services(self)
             if self._tensors is not None:
-                await stack.enter_async_context(self._tensors.service(endpoint, self.authorizer))
+                service = self._tensors.service(endpoint, self.authorizer, self.lanes)
+                await stack.enter_async_context(service)
                 register_bench(endpoint)
             for keys in self._watched:
                 endpoint.start_soon(self._watch_keys, keys, endpoint)
@@ -382,8 +402,33 @@ class Node:
                 addresses=self.directory.addresses(node_id),
             )
             session = sessions.get(node_id)
-            found.append(status if session is None else status.with_session(session))
+            if session is not None:
+                lane = None if self._lanes is None else self._lanes.status(session)
+                status = status.with_session(session, lane)
+            found.append(status)
         return tuple(found)
+
+    @property
+    def lanes(self) -> Lanes:
+        """The ways beside QUIC that tensors can take to and from peers, for a `TensorClient`.
+
+        Those of a node that offers no tensors are there from their first use on.
+        """
+        if self._lanes is None:
+            from tensor_bridge import LaneConfig, Lanes  # imports torch
+
+            self._lanes = Lanes(self.endpoint, LaneConfig(shared_memory=self._shared_memory))
+        return self._lanes
+
+    async def lane(self, connection: Connection) -> LaneStatus | None:
+        """Find out which lane tensors take to and from a peer; None where that is not known.
+
+        A program that has not loaded PyTorch has no lanes, and does not load it for this.
+        """
+        if self._lanes is None:
+            return None
+        await self._lanes.meet(connection)
+        return self._lanes.status(connection)
 
     def table_sizes(self) -> dict[str, int]:
         """Return how full the node's tables are, to see that nothing leaks."""

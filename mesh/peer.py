@@ -134,7 +134,8 @@ class Peer:
         """
         from tensor_bridge import TensorClient  # imports torch
 
-        return TensorClient(await self.connection(), reconnect=self.connection)
+        connection = await self.connection()
+        return TensorClient(connection, reconnect=self.connection, lanes=self._node.lanes)
 
     async def close(self) -> None:
         """Close the connection, once what was sent is acknowledged. A later use dials again."""

@@ -19,6 +19,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import anyio
 import anyio.to_thread
 
 from auth import ADMIN, MeshError, SocketAddress
@@ -89,7 +90,7 @@ async def announce(node: Node, connection: Connection, *, stays: bool = True) ->
 
 
 async def ping(node: Node, target: str, count: int, timeout: float) -> dict[str, CborValue]:
-    """Ping a peer and return who it is, the path and the round trips in seconds.
+    """Ping a peer and return who it is, the path, the round trips in seconds, and the lane.
 
     Args:
         node: from where.
@@ -103,11 +104,16 @@ async def ping(node: Node, target: str, count: int, timeout: float) -> dict[str,
     peer = await node.connect(target, timeout=timeout)
     rtts: list[CborValue] = [await peer.ping(timeout=timeout) for _ in range(count)]
     connection = await peer.connection()
+    lane = None
+    with anyio.move_on_after(timeout):
+        lane = await node.lane(connection)
     return {
         "node_id": str(peer.node_id),
         "label": peer.label,
         "path": connection.info.remote,
         "rtts": rtts,
+        "lane": None if lane is None else lane.name,
+        "lane_reason": None if lane is None else lane.reason,
     }
 
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from auth import AccessDenied, IdentityError, MeshError, NodeId, SocketAddress
 from transport import CborValue, Connection, format_address
 from transport.errors import IdentityInUse, ProtocolError, Unreachable
+
+if TYPE_CHECKING:
+    from tensor_bridge import LaneStatus
 
 __all__ = ["PeerState", "PeerStatus", "state_after"]
 
@@ -43,7 +47,8 @@ class PeerStatus:
     remote address in use and `outbound` says who dialled. `may_use_this` says whether the peer may
     use this node, and `this_may_use` whether this node may use the peer, None where that shows only
     when it tries: a peer tells whom it admits by welcoming its dial. `rtt` and `age` are seconds,
-    the byte counts are UDP payload.
+    the byte counts are UDP payload. `lane` is what large tensors take to and from the peer and
+    `lane_reason` why nothing faster, both None where this node moves none.
     """
 
     node_id: NodeId
@@ -61,9 +66,11 @@ class PeerStatus:
     bytes_received: int | None = None
     streams: int | None = None
     age: float | None = None
+    lane: str | None = None
+    lane_reason: str | None = None
 
-    def with_session(self, connection: Connection) -> PeerStatus:
-        """Return the same peer with what its open connection tells."""
+    def with_session(self, connection: Connection, lane: LaneStatus | None) -> PeerStatus:
+        """Return the same peer with what its open connection tells, and its lane."""
         identity, info = connection.peer, connection.info
         return dataclasses.replace(
             self,
@@ -79,6 +86,8 @@ class PeerStatus:
             bytes_received=info.bytes_received,
             streams=info.streams,
             age=info.age,
+            lane=None if lane is None else lane.name,
+            lane_reason=None if lane is None else lane.reason,
         )
 
     def as_message(self) -> dict[str, CborValue]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from auth import Authorizer, TokenBook, TokenLimits
-from tensor_bridge import TensorService, TensorStore
+from tensor_bridge import Lanes, TensorService, TensorStore
 from transport import Endpoint
 
 __all__ = ["Tensors"]
@@ -16,9 +16,9 @@ class Tensors:
         self.store = TensorStore()
         self.tokens = TokenBook(TokenLimits())
 
-    def service(self, endpoint: Endpoint, authorizer: Authorizer) -> TensorService:
+    def service(self, endpoint: Endpoint, authorizer: Authorizer, lanes: Lanes) -> TensorService:
         """Return what offers them on `endpoint`, for as long as it is entered."""
-        return TensorService(endpoint, self.store, self.tokens, authorizer)
+        return TensorService(endpoint, self.store, self.tokens, authorizer, lanes=lanes)
 
     def sizes(self) -> dict[str, int]:
         """Return how full the tables are."""

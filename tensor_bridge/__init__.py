@@ -26,7 +26,7 @@ from tensor_bridge.errors import (
     TensorError,
     UnsupportedTensor,
 )
-from tensor_bridge.lanes import Lane, QuicLane
+from tensor_bridge.lanes import Lane, LaneConfig, Lanes, LaneStatus, QuicLane, SharedLane
 from tensor_bridge.memory import CHUNK_BYTES, allocate, chunks, tensor_bytes
 from tensor_bridge.moves import MoveLimits, Progress, ProgressCallback
 from tensor_bridge.service import TensorService
@@ -61,8 +61,13 @@ __all__ = [
     "MoveLimits",
     "Progress",
     "ProgressCallback",
+    # the ways bytes take
     "Lane",
+    "Lanes",
+    "LaneConfig",
+    "LaneStatus",
     "QuicLane",
+    "SharedLane",
     # errors
     "TensorError",
     "UnsupportedTensor",

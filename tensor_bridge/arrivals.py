@@ -18,6 +18,7 @@ import anyio
 from auth import MeshError, NodeId, Quotas
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.errors import NoSuchTensor
+from tensor_bridge.landing_memory import LandingMemory
 from tensor_bridge.moves import INTERRUPTED, Landing
 from tensor_bridge.store import Reservation, TensorStore
 from tensor_bridge.wire import Stored
@@ -37,9 +38,15 @@ class Arrival:
         landing: its memory; None once the tensor is an object of the store.
     """
 
-    def __init__(self, meta: TensorMeta, reservation: Reservation, name: str | None) -> None:
+    def __init__(
+        self,
+        meta: TensorMeta,
+        reservation: Reservation,
+        name: str | None,
+        memory: LandingMemory,
+    ) -> None:
         self.meta = meta
-        self.landing: Landing | None = Landing(meta)
+        self.landing: Landing | None = Landing(meta, memory)
         self._stored: Stored | None = None
         self._reservation = reservation
         self._name = name
@@ -76,6 +83,7 @@ class Arrivals:
     Args:
         store: where finished tensors go.
         resume_seconds: how long an interrupted or a finished arrival is remembered.
+        memory: what tensors land in; by default new memory each time.
         clock: monotonic time in seconds.
     """
 
@@ -84,10 +92,12 @@ class Arrivals:
         store: TensorStore,
         *,
         resume_seconds: float,
+        memory: LandingMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._resume_seconds = resume_seconds
+        self._memory = memory or LandingMemory(None)
         self._clock = clock
         self._coming: dict[_Key, Arrival] = {}
         self._finished: OrderedDict[_Key, Arrival] = OrderedDict()
@@ -193,7 +203,7 @@ class Arrivals:
     ) -> Arrival:
         reservation = self._store.reserve(key[0], meta.nbytes, quotas)
         try:
-            arrival = Arrival(meta, reservation, name)
+            arrival = Arrival(meta, reservation, name, self._memory)
         except BaseException:
             reservation.release()
             raise

@@ -14,7 +14,7 @@ import torch
 from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
-from tensor_bridge.lanes import choose_lane
+from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane
 from tensor_bridge.memory import Payload
 from tensor_bridge.moves import (
     Landing,
@@ -95,6 +95,7 @@ class TensorClient:
         reconnect: makes a new connection with the same peer when the link broke, so that moves go
             on over it. Without, a broken link ends them.
         limits: ``stall`` is how long 256 KiB may take.
+        lanes: the ways for bytes beside QUIC, of the connection's endpoint.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class TensorClient:
         *,
         reconnect: Callable[[], Awaitable[Connection]] | None = None,
         limits: MoveLimits | None = None,
+        lanes: Lanes = NO_LANES,
     ) -> None:
         self._connection = connection
+        self._lanes = lanes
         self._reconnect = reconnect
         self._stall_seconds = (limits or MoveLimits()).stall
 
@@ -140,14 +143,16 @@ class TensorClient:
         """
         meta, writes = describe(tensor), writes_of(tensor)
         meter = Meter(meta.nbytes, progress)
-        order = PutOpen(secrets.token_hex(16), meta, name).encode()
+        upload = secrets.token_hex(16)
 
         async def attempt() -> Stored:
             connection = await self._connected()
+            offer = await self._lanes.offer(connection, meta.nbytes)
+            order = PutOpen(upload, meta, name, offer.names).encode()
             async with await connection.open_stream(PutService.name, order) as stream:
                 accepted = PutAccepted.decode(await stream.reply(), meta.nbytes)
                 meter.resume(accepted.offset)
-                lane = choose_lane(stream, stall_seconds=self._stall_seconds)
+                lane = choose_lane(stream, offer, accepted.lane, stall_seconds=self._stall_seconds)
                 await lane.send(Payload(tensor, meta, accepted.offset), meter.sent)
                 if writes_of(tensor) != writes:
                     raise self._changed("put of a tensor", "it was written to while it was sent")
@@ -211,13 +216,14 @@ class TensorClient:
         """
         self._check(ref)
         meter = Meter(ref.meta.nbytes, progress)
-        landing = Landing(ref.meta, meter.arrived)
+        landing = Landing(ref.meta, self._lanes.memory, meter.arrived)
 
         async def attempt() -> None:
             await read_into(
                 landing,
                 await self._connected(),
                 object_id=ref.object_id,
+                lanes=self._lanes,
                 stall_seconds=self._stall_seconds,
             )
 

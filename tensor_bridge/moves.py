@@ -11,7 +11,8 @@ import anyio
 
 from auth import MeshError
 from tensor_bridge.codec import TensorMeta
-from tensor_bridge.memory import allocate, tensor_bytes
+from tensor_bridge.landing_memory import LandingMemory
+from tensor_bridge.memory import tensor_bytes
 from transport import (
     Backoff,
     CborValue,
@@ -125,6 +126,11 @@ class Meter:
 class Landing:
     """Memory that a tensor's bytes land in, allocated once, and how many of them have.
 
+    Args:
+        meta: what lands.
+        memory: where from.
+        moved: told how many bytes have landed.
+
     Attributes:
         meta: what lands.
         tensor: where; its content is meaningless until the last byte.
@@ -132,9 +138,14 @@ class Landing:
         version: the source's version that they are of, None before the first try.
     """
 
-    def __init__(self, meta: TensorMeta, moved: Callable[[int], object] | None = None) -> None:
+    def __init__(
+        self,
+        meta: TensorMeta,
+        memory: LandingMemory,
+        moved: Callable[[int], object] | None = None,
+    ) -> None:
         self.meta = meta
-        self.tensor = allocate(meta)
+        self.tensor = memory.allocate(meta)
         self.moved = 0
         self.version: int | None = None
         self._room = tensor_bytes(self.tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tensor_bridge.errors import TensorChanged
-from tensor_bridge.lanes import choose_lane
+from tensor_bridge.lanes import Lanes, choose_lane
 from tensor_bridge.moves import Landing, receive_message
 from tensor_bridge.serve_read import ReadService
 from tensor_bridge.wire import ReadAccepted, ReadOpen, Received, Sent
@@ -18,6 +18,7 @@ async def read_into(
     *,
     object_id: str | None = None,
     token: bytes | None = None,
+    lanes: Lanes,
     stall_seconds: float,
 ) -> None:
     """Read what is still missing in `landing` from the peer of `connection`, and acknowledge it.
@@ -26,19 +27,21 @@ async def read_into(
         TensorChanged: the tensor at the peer is not, or no longer, what has landed so far.
         MeshError: the peer refused, or the link broke; in the latter case it can be called again.
     """
-    order = ReadOpen(object_id, token, landing.moved, landing.version)
+    offer = await lanes.offer(connection, len(landing.room))
+    order = ReadOpen(object_id, token, landing.moved, landing.version, offer.names)
     stream = await connection.open_stream(ReadService.name, order.encode())
+    # The landing at once: what comes by another lane may be here before the answer.
     async with stream:
-        accepted = ReadAccepted.decode(await stream.reply())
-        if accepted.meta != landing.meta:
-            raise _changed("it has another type, shape or layout than announced", connection)
-        landing.version = accepted.version
-        await choose_lane(stream, stall_seconds=stall_seconds).receive(
-            landing.room, landing.advance
-        )
-        if Sent.decode(await receive_message(stream)).version != accepted.version:
-            raise _changed("it was written to while it was read", connection)
-        await stream.send_message(Received(landing.meta.nbytes).encode())
+        with offer.landing(stream):
+            accepted = ReadAccepted.decode(await stream.reply())
+            if accepted.meta != landing.meta:
+                raise _changed("it has another type, shape or layout than announced", connection)
+            landing.version = accepted.version
+            lane = choose_lane(stream, offer, accepted.lane, stall_seconds=stall_seconds)
+            await lane.receive(landing.room, landing.advance)
+            if Sent.decode(await receive_message(stream)).version != accepted.version:
+                raise _changed("it was written to while it was read", connection)
+            await stream.send_message(Received(landing.meta.nbytes).encode())
 
 
 def _changed(why: str, connection: Connection) -> TensorChanged:

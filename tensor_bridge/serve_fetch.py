@@ -17,6 +17,7 @@ from auth import (
     decide,
 )
 from tensor_bridge.arrivals import Arrivals
+from tensor_bridge.lanes import Lanes
 from tensor_bridge.moves import Landing, MoveLimits, deadline, persist, settle
 from tensor_bridge.reading import read_into
 from tensor_bridge.wire import FetchOpen, Moved, encode_fetch_failure
@@ -47,12 +48,18 @@ class FetchService:
     scope = "tensor:fetch"
 
     def __init__(
-        self, endpoint: Endpoint, arrivals: Arrivals, authorizer: Authorizer, limits: MoveLimits
+        self,
+        endpoint: Endpoint,
+        arrivals: Arrivals,
+        authorizer: Authorizer,
+        limits: MoveLimits,
+        lanes: Lanes,
     ) -> None:
         self._endpoint = endpoint
         self._arrivals = arrivals
         self._authorizer = authorizer
         self._limits = limits
+        self._lanes = lanes
 
     async def serve(self, incoming: Incoming) -> None:
         """Fetch one tensor for the peer; the copy becomes the peer's own.
@@ -126,7 +133,11 @@ class FetchService:
                 source, timeout=REDIAL_SECONDS if again else None
             )
             await read_into(
-                landing, connection, token=order.token, stall_seconds=self._limits.stall
+                landing,
+                connection,
+                token=order.token,
+                lanes=self._lanes,
+                stall_seconds=self._limits.stall,
             )
 
         with deadline(self._limits.total, "fetch of a tensor", peer=source, why="it is too slow"):

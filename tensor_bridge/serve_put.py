@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tensor_bridge.arrivals import Arrivals
-from tensor_bridge.lanes import choose_lane
+from tensor_bridge.lanes import Lanes, choose_lane
 from tensor_bridge.moves import MoveLimits, deadline, receive_message, settle
 from tensor_bridge.wire import PutAccepted, PutOpen, Sent
 from transport import Incoming
@@ -17,9 +17,10 @@ class PutService:
     name = "tensor.put"
     scope = "tensor:put"
 
-    def __init__(self, arrivals: Arrivals, limits: MoveLimits) -> None:
+    def __init__(self, arrivals: Arrivals, limits: MoveLimits, lanes: Lanes) -> None:
         self._arrivals = arrivals
         self._limits = limits
+        self._lanes = lanes
 
     async def serve(self, incoming: Incoming) -> None:
         """Take one tensor; it becomes the peer's own.
@@ -30,15 +31,19 @@ class PutService:
         """
         order = PutOpen.decode(incoming.value)
         owner, stream = incoming.peer.node_id, incoming.stream
+        offer = self._lanes.answer(incoming.connection, order.lanes)
         async with self._arrivals.hold(
             owner, order.upload, order.meta, name=order.name, quotas=incoming.grant.quotas
         ) as arrival:
-            with deadline(
-                self._limits.total, "put of a tensor", peer=incoming.peer, why="it is too slow"
+            with (
+                deadline(
+                    self._limits.total, "put of a tensor", peer=incoming.peer, why="it is too slow"
+                ),
+                offer.landing(stream),
             ):
-                await stream.send_reply(PutAccepted(arrival.moved).encode())
+                await stream.send_reply(PutAccepted(arrival.moved, offer.best).encode())
                 if arrival.landing is not None:
-                    lane = choose_lane(stream, stall_seconds=self._limits.stall)
+                    lane = choose_lane(stream, offer, offer.best, stall_seconds=self._limits.stall)
                     await lane.receive(arrival.landing.room, arrival.landing.advance)
                 Sent.decode(await receive_message(stream))
             await stream.send_message(arrival.keep().encode())

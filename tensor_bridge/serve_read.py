@@ -9,7 +9,7 @@ import anyio
 
 from auth import Claim, MeshError, TokenBook, TokenRefused, TokenState
 from tensor_bridge.errors import NoSuchTensor, TensorChanged
-from tensor_bridge.lanes import choose_lane
+from tensor_bridge.lanes import Lanes, choose_lane
 from tensor_bridge.memory import Payload
 from tensor_bridge.moves import INTERRUPTED, MoveLimits, deadline, receive_message
 from tensor_bridge.store import StoredTensor, TensorStore
@@ -28,10 +28,13 @@ class ReadService:
     name = "tensor.read"
     scope = "tensor:read"
 
-    def __init__(self, store: TensorStore, tokens: TokenBook, limits: MoveLimits) -> None:
+    def __init__(
+        self, store: TensorStore, tokens: TokenBook, limits: MoveLimits, lanes: Lanes
+    ) -> None:
         self._store = store
         self._tokens = tokens
         self._limits = limits
+        self._lanes = lanes
 
     async def serve(self, incoming: Incoming) -> None:
         """Send one tensor from the offset asked for.
@@ -63,11 +66,12 @@ class ReadService:
             raise TensorChanged("read of a tensor", why="it was written to since the first part")
         if order.offset > meta.nbytes:
             raise ProtocolError("read of a tensor", why="the offset is beyond its end")
+        offer = self._lanes.answer(incoming.connection, order.lanes)
         with deadline(
             self._limits.total, "read of a tensor", peer=incoming.peer, why="it is too slow"
         ):
-            await stream.send_reply(ReadAccepted(meta, version).encode())
-            lane = choose_lane(stream, stall_seconds=self._limits.stall)
+            await stream.send_reply(ReadAccepted(meta, version, offer.best).encode())
+            lane = choose_lane(stream, offer, offer.best, stall_seconds=self._limits.stall)
             moved = claim.progress if claim is not None else _ignore
             await lane.send(Payload(stored.tensor, meta, order.offset), moved)
             await stream.send_message(Sent(stored.version).encode())

@@ -11,6 +11,7 @@ import anyio
 
 from auth import Authorizer, MeshError, MintRequest, NodeId, TokenBook, decide
 from tensor_bridge.arrivals import Arrivals
+from tensor_bridge.lanes import NO_LANES, Lanes
 from tensor_bridge.moves import INTERRUPTED, MoveLimits, settle
 from tensor_bridge.serve_create import CREATE_CALL, serve_create
 from tensor_bridge.serve_fetch import FetchService
@@ -52,6 +53,7 @@ class TensorService:
         tokens: the book of tokens minted here.
         authorizer: asked before a token is minted and before anything is fetched.
         limits: how long things may take.
+        lanes: the ways for bytes beside QUIC; the endpoint's own, shared with its clients.
         clock: monotonic time in seconds, the same as the token book's.
     """
 
@@ -63,21 +65,24 @@ class TensorService:
         authorizer: Authorizer,
         *,
         limits: MoveLimits | None = None,
+        lanes: Lanes = NO_LANES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
         self.tokens = tokens
         self.limits = limits or MoveLimits()
-        self.arrivals = Arrivals(store, resume_seconds=self.limits.resume, clock=clock)
+        self.arrivals = Arrivals(
+            store, resume_seconds=self.limits.resume, memory=lanes.memory, clock=clock
+        )
         self._endpoint = endpoint
         self._authorizer = authorizer
         self._clock = clock
         self._left_at: dict[NodeId, float] = {}
         self._machines: dict[NodeId, NodeId] = {}
         for service in (
-            PutService(self.arrivals, self.limits),
-            ReadService(store, tokens, self.limits),
-            FetchService(endpoint, self.arrivals, authorizer, self.limits),
+            PutService(self.arrivals, self.limits, lanes),
+            ReadService(store, tokens, self.limits, lanes),
+            FetchService(endpoint, self.arrivals, authorizer, self.limits, lanes),
         ):
             endpoint.register_service(service.name, service.serve, scope=service.scope)
         endpoint.register_service(MINT_CALL, self._mint, scope=MintRequest.scope)

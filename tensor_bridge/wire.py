@@ -6,6 +6,7 @@ exactly its message, before anything is allocated by it.
 
     put     PutOpen ->, <- PutAccepted, bytes from its offset ->, Sent ->, <- Stored
     read    ReadOpen ->, <- ReadAccepted, <- bytes from the offset asked for, <- Sent, Received ->
+            in both, the opener offers lanes for the bytes, and the other side may choose one
     fetch   FetchOpen ->, <- Moved again and again, <- Stored or the error
     calls   mint: MintCall, Minted; info and delete: ObjectCall, Listed; list: ListCall, Listing
 """
@@ -60,27 +61,43 @@ PAGE = 32
 
 MAX_VERSION = (1 << 64) - 1
 
+MAX_LANES, MAX_LANE = 8, 32
+"""Most lanes of an offer, and characters of the name of one."""
+
 _HEX_ID = re.compile(rf"[0-9a-f]{{{OBJECT_ID_CHARACTERS}}}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PutOpen:
-    """A tensor for the peer to keep. `upload` names this put, so that it can be taken up again."""
+    """A tensor for the peer to keep. `upload` names this put, so that it can be taken up again.
+
+    `lanes` are ways for its bytes beside the stream.
+    """
 
     upload: str
     meta: TensorMeta
     name: str | None = None
+    lanes: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
         value: dict[str, CborValue] = {"upload": self.upload, "meta": encode_meta(self.meta)}
-        return value if self.name is None else value | {"name": self.name}
+        if self.name is not None:
+            value["name"] = self.name
+        if self.lanes:
+            value["lanes"] = list(self.lanes)
+        return value
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "put")
-        message = cls(take_id(fields, "upload"), decode_meta(fields.value("meta")), _name(fields))
+        message = cls(
+            take_id(fields, "upload"),
+            decode_meta(fields.value("meta")),
+            _name(fields),
+            _lanes(fields),
+        )
         fields.finish()
         return message
 
@@ -90,12 +107,14 @@ class ReadOpen:
     """An object to read, by its id (its owner) or by a token (whoever the token was minted for).
 
     `version` is what an earlier, broken read was of: bytes of two versions are never joined.
+    `lanes` are ways for the bytes beside the stream.
     """
 
     object_id: str | None = None
     token: bytes | None = dataclasses.field(default=None, repr=False)
     offset: int = 0
     version: int | None = None
+    lanes: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
@@ -106,6 +125,8 @@ class ReadOpen:
             value["token"] = self.token
         if self.version is not None:
             value["version"] = self.version
+        if self.lanes:
+            value["lanes"] = list(self.lanes)
         return value
 
     @classmethod
@@ -119,6 +140,7 @@ class ReadOpen:
             token=_token(fields) if fields.has("token") else None,
             offset=fields.integer("offset"),
             version=_version(fields) if fields.has("version") else None,
+            lanes=_lanes(fields),
         )
         fields.finish()
         return message
@@ -164,39 +186,46 @@ class FetchOpen:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PutAccepted:
-    """There is room; the bytes are to go on from `offset`."""
+    """There is room; the bytes are to go on from `offset`, by `lane` if that is not the stream."""
 
     offset: int
+    lane: str | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {"offset": self.offset}
+        value: dict[str, CborValue] = {"offset": self.offset}
+        return value if self.lane is None else value | {"lane": self.lane}
 
     @classmethod
     def decode(cls, value: CborValue, nbytes: int) -> Self:
         """Return the message in `value`, about a tensor of `nbytes` bytes."""
         fields = Fields(value, "put acceptance")
-        message = cls(fields.integer("offset", high=nbytes))
+        message = cls(fields.integer("offset", high=nbytes), _lane(fields))
         fields.finish()
         return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadAccepted:
-    """What will be sent, from the offset asked for: the tensor and its version."""
+    """What will be sent, from the offset asked for: the tensor and its version.
+
+    By `lane`, if that is not the stream.
+    """
 
     meta: TensorMeta
     version: int
+    lane: str | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {"meta": encode_meta(self.meta), "version": self.version}
+        value: dict[str, CborValue] = {"meta": encode_meta(self.meta), "version": self.version}
+        return value if self.lane is None else value | {"lane": self.lane}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "read acceptance")
-        message = cls(decode_meta(fields.value("meta")), _version(fields))
+        message = cls(decode_meta(fields.value("meta")), _version(fields), _lane(fields))
         fields.finish()
         return message
 
@@ -446,6 +475,20 @@ def take_id(fields: Fields, name: str) -> str:
 
 def _name(fields: Fields) -> str | None:
     return fields.text("name", longest=MAX_NAME) if fields.has("name") else None
+
+
+def _lanes(fields: Fields) -> tuple[str, ...]:
+    if not fields.has("lanes"):
+        return ()
+    items = fields.items("lanes", MAX_LANES)
+    lanes = tuple(item for item in items if isinstance(item, str) and 0 < len(item) <= MAX_LANE)
+    if not items or len(lanes) != len(items):
+        raise fields.wrong(f"'lanes' must be names of 1 to {MAX_LANE} characters")
+    return lanes
+
+
+def _lane(fields: Fields) -> str | None:
+    return fields.text("lane", longest=MAX_LANE) if fields.has("lane") else None
 
 
 def _node(fields: Fields, name: str) -> NodeId:

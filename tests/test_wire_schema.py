@@ -13,6 +13,7 @@ import transport.frames
 import transport.stream
 from auth import AccessDenied, SecretKey, SharedSecret, allow_any
 from mesh import Node
+from tensor_bridge.lanes.shared.host import unavailable
 from transport import EndpointConfig, cbor
 
 SCHEMA = Schema((Path(__file__).parents[1] / "docs" / "wire.cddl").read_text())
@@ -49,6 +50,8 @@ async def test_moves_and_calls_keep_to_the_schema(frames):
         ref = await on_a.put(tensor, name="w")
         copy = await ref.copy_to(on_b)
         assert torch.equal(await copy.get(), tensor)
+        large = torch.zeros(1 << 20, dtype=torch.uint8)
+        assert torch.equal(await (await on_a.put(large)).get(), large)
         made = await on_a.create("arange", (4,), dtype=torch.int64)
         await (await on_a.tensors()).list()
         await made.delete()
@@ -62,6 +65,10 @@ async def test_moves_and_calls_keep_to_the_schema(frames):
         SCHEMA.validate_cbor(data)
     kinds = {key for data in frames for key in cbor.decode(data, max_size=1 << 20)}
     assert kinds >= {"s", "ok", "err", "sent", "received", "moved", "object"}
+    if unavailable() is None:
+        values = [cbor.decode(data, max_size=1 << 20) for data in frames]
+        assert any("lanes" in value["v"] for value in values if value.get("s") == "tensor.read")
+        assert any("lane" in (value.get("ok") or {}) for value in values)
 
 
 async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
@@ -88,6 +95,8 @@ async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
         {"s": "tensor.read", "v": {"offset": 0}},
         {"s": "unheard of", "v": None},
         {"ok": {"offset": -1}},
+        {"ok": {"offset": 1, "lane": ""}},
+        {"s": "tensor.lane", "v": {"nonce": bytes(16), "marks": [bytes(32)] * 5}},
         {"err": {"why": "no code"}},
         {"moved": 1, "more": 2},
     ],

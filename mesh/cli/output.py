@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["JsonOption", "bytes_text", "json_out", "rtt_text", "table", "time_text"]
+__all__ = ["JsonOption", "bytes_text", "json_out", "lane_text", "rtt_text", "table", "time_text"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 """On every verb that reads."""
@@ -46,6 +46,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) 
 def rtt_text(seconds: float | None) -> str:
     """Write a round trip as people do: ``0.42 ms``."""
     return "-" if seconds is None else f"{seconds * 1000:.2f} ms"
+
+
+def lane_text(answer: Mapping[str, Any]) -> str:
+    """Write the lane of a peer, and why it is none that is faster: ``quic: another host``."""
+    lane, reason = answer.get("lane"), answer.get("lane_reason")
+    if lane is None:
+        return "-"
+    return str(lane) if reason is None else f"{lane}: {reason}"
 
 
 def bytes_text(count: int | None) -> str:

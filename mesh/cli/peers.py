@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from auth import MeshError, Ticket
-from mesh.cli.output import JsonOption, json_out, rtt_text, table, time_text
+from mesh.cli.output import JsonOption, json_out, lane_text, rtt_text, table, time_text
 from mesh.cli.running import ask
 from mesh.cli.signals import run
 from mesh.home import Home
@@ -62,13 +62,15 @@ def ping(
         answer = run(_ping_alone, home, target, count, timeout)
     else:
         value = {"target": target, "count": count, "timeout": timeout}
-        limit = timeout * (count + 1) + MARGIN
+        limit = timeout * (count + 2) + MARGIN
         answer = run(lambda: ask(home, "node.ping_peer", value, timeout=limit))
     if json:
         json_out(answer)
         return
     for rtt in answer["rtts"]:
         print(f"{answer['label']} at {answer['path']}: {rtt_text(rtt)}")
+    if answer.get("lane") is not None:
+        print(f"large tensors go by {lane_text(answer)}")
 
 
 def join(

@@ -12,7 +12,7 @@ import anyio
 import typer
 
 from auth import MeshError
-from mesh.cli.output import JsonOption, bytes_text, json_out, rtt_text, table
+from mesh.cli.output import JsonOption, bytes_text, json_out, lane_text, rtt_text, table
 from mesh.cli.signals import run
 from mesh.home import Home
 
@@ -62,6 +62,13 @@ def up(
             show_default=False,
         ),
     ] = None,
+    shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--shared-memory/--no-shared-memory",
+            help="Move tensors through memory shared with peers on this host, or all over QUIC.",
+        ),
+    ] = True,
     detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
 ) -> None:
     """Run this machine's peer daemon, until Ctrl+C or `mesh down`."""
@@ -73,7 +80,7 @@ def up(
     parse_bind(bind).address()  # said before PyTorch is loaded, too
     config = EndpointConfig(bind=bind, advertise=tuple(advertise or ()), linger=running.LINGER)
     start = running.in_background if detach else running.in_foreground
-    raise typer.Exit(start(context.obj, config))
+    raise typer.Exit(start(context.obj, config, shared_memory))
 
 
 def down(context: typer.Context) -> None:
@@ -100,7 +107,7 @@ def status(context: typer.Context, json: JsonOption = False) -> None:
     for warning in answer["warnings"]:
         print(f"warning    {warning}")
     table(
-        ("peer", "state", "use", "path", "round trip", "sent", "received", "reason"),
+        ("peer", "state", "use", "path", "lane", "round trip", "sent", "received", "reason"),
         [_status_row(peer) for peer in answer["peers"]],
         empty="\nNo peers yet: `mesh invite` prints what another machine needs to join.",
     )
@@ -166,6 +173,7 @@ def _status_row(peer: dict[str, Any]) -> tuple[str, ...]:
         peer["state"],
         _USE[peer["may_use_this"], peer["this_may_use"]],
         peer["path"] or ", ".join(peer["addresses"]) or "-",
+        lane_text(peer),
         rtt_text(peer["rtt"]),
         bytes_text(peer["bytes_sent"]),
         bytes_text(peer["bytes_received"]),

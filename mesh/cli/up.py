@@ -44,20 +44,22 @@ _START_POLL = 0.05
 _SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP"))
 
 
-def in_foreground(home: Home, config: EndpointConfig) -> int:
+def in_foreground(home: Home, config: EndpointConfig, shared_memory: bool) -> int:
     """Run the daemon until a signal or ``mesh down``; return the exit code."""
     with held():
         home.create()
     # Made outside the loop: it imports torch.
-    return anyio.run(_serve, Daemon(home, config))
+    return anyio.run(_serve, Daemon(home, config, shared_memory=shared_memory))
 
 
-def in_background(home: Home, config: EndpointConfig) -> int:
+def in_background(home: Home, config: EndpointConfig, shared_memory: bool) -> int:
     """Start the daemon as a process of its own and return once it can be reached."""
     home.create()
     command = [sys.executable, "-m", "mesh", "--home", str(home.path), "up", "--bind", config.bind]
     for address in config.advertise:
         command += ["--advertise", address]
+    if not shared_memory:
+        command.append("--no-shared-memory")
     home.log_path.touch(mode=0o600)
     offset = home.log_path.stat().st_size
     with home.log_path.open("ab") as log:

@@ -48,11 +48,14 @@ class Daemon:
     Args:
         home: the state directory; made, with a key, if it is missing.
         config: addresses, limits, times.
+        shared_memory: as in `mesh.Node.peer`.
     """
 
-    def __init__(self, home: Home, config: EndpointConfig | None = None) -> None:
+    def __init__(
+        self, home: Home, config: EndpointConfig | None = None, *, shared_memory: bool = True
+    ) -> None:
         self.home = home
-        self.node = Node.peer(home, config=config)
+        self.node = Node.peer(home, config=config, shared_memory=shared_memory)
         self._stop = anyio.Event()
 
     @contextlib.asynccontextmanager

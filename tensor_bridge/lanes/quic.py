@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import anyio
 
 from tensor_bridge.errors import TensorChanged
-from tensor_bridge.memory import CHUNK_BYTES, Payload
-from transport import BufferGone, DeadlineExceeded, Stream, StreamReset
+from tensor_bridge.lanes.stalls import Stalls
+from tensor_bridge.memory import Payload
+from transport import BufferGone, Stream, StreamReset
 
 __all__ = ["QuicLane"]
 
@@ -23,8 +23,7 @@ class QuicLane:
 
     Args:
         stream: where the move was agreed on.
-        stall_seconds: how long `CHUNK_BYTES` may take. So a peer can't hold memory or a token by
-            sending a byte now and then: below 9 kB/s by default, a move fails.
+        stall_seconds: how long `CHUNK_BYTES` may take.
     """
 
     name = "quic"
@@ -41,17 +40,17 @@ class QuicLane:
             DeadlineExceeded: no progress.
             MeshError: the peer or the stream is gone.
         """
-        whole = payload.whole()
+        whole, stalls = payload.whole(), Stalls(self._stall_seconds, moved)
         try:
-            with self._progress("send", moved) as progressed:
+            with stalls.scope:
                 if whole is not None and len(whole) >= LEND_BYTES:
                     await self._stream.send_lent(
-                        whole, is_intact=payload.is_intact, moved=progressed
+                        whole, is_intact=payload.is_intact, moved=stalls.progressed
                     )
                     return
                 for piece in payload.pieces():
                     await self._stream.send(piece)
-                    progressed(len(piece))
+                    stalls.progressed(len(piece))
         except BufferGone as error:
             raise TensorChanged(
                 "reading of a tensor", why="its storage was resized meanwhile"
@@ -63,6 +62,8 @@ class QuicLane:
                 stage="send",
                 why="the receiver ended the stream before the last byte",
             ) from error
+        if stalls.scope.cancelled_caught:
+            raise stalls.error(self._stream.peer, "send")
 
     async def receive(self, room: memoryview, moved: Callable[[int], object]) -> None:
         """Fill `room`; bytes go from the packets they come in straight to their place.
@@ -71,32 +72,8 @@ class QuicLane:
             DeadlineExceeded: no progress.
             MeshError: the peer or the stream is gone.
         """
-        with self._progress("receive", moved) as progressed:
-            await self._stream.receive_into(room, progressed)
-
-    @contextlib.contextmanager
-    def _progress(
-        self, stage: str, moved: Callable[[int], object]
-    ) -> Iterator[Callable[[int], object]]:
-        """Yield what counts bytes; raise when `CHUNK_BYTES` of them take too long."""
-        with anyio.move_on_after(self._stall_seconds) as scope:
-            missing = CHUNK_BYTES
-
-            def progressed(count: int) -> None:
-                nonlocal missing
-                missing -= count
-                if missing <= 0:
-                    missing = CHUNK_BYTES
-                    scope.deadline = anyio.current_time() + self._stall_seconds
-                moved(count)
-
-            yield progressed
-        if scope.cancelled_caught:
-            raise DeadlineExceeded(
-                "move of a tensor",
-                peer=self._stream.peer,
-                stage=stage,
-                after=self._stall_seconds,
-                why=f"no progress of {CHUNK_BYTES} bytes",
-                fix="Give it more time, or look whether the peer and the way to it are overloaded.",
-            )
+        stalls = Stalls(self._stall_seconds, moved)
+        with stalls.scope:
+            await self._stream.receive_into(room, stalls.progressed)
+        if stalls.scope.cancelled_caught:
+            raise stalls.error(self._stream.peer, "receive")

@@ -11,13 +11,14 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.benchmarks import delay, memory, namespaces, report
+from tests.benchmarks import delay, host, memory, namespaces, report
 from tests.benchmarks.compare import Options, Row, Shown
 from tests.benchmarks.loopback import Bulk, Small
 
 PARTS = {
     "small": Small(),
     "bulk": Bulk(),
+    "host": host,
     "namespaces": namespaces,
     "delay": delay,
     "memory": memory,
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scale",
         type=float,
         default=default.scale,
-        help="part of their bytes that `namespaces`, `delay` and `memory` move",
+        help="part of their bytes that `host`, `namespaces`, `delay` and `memory` move",
     )
     parser.add_argument(
         "--loss",

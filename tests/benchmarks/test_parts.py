@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import delay, harness, memory, namespaces, report
+from tests.benchmarks import delay, harness, host, memory, namespaces, report
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready, take_turns
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, Turn, obey, session
 from tests.benchmarks.loopback import Bulk, Small
@@ -115,6 +115,18 @@ def test_bulk(capsys: pytest.CaptureFixture[str], tmp_path: Path, only: tuple[st
         assert row["receive_cpu"] > 0
         assert 0 <= row["others"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.skipif(host.missing() is not None, reason=str(host.missing()))
+def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["quicmesh put", "quicmesh get", "quicmesh get over QUIC", host.GLOO]
+    figures = lines(capsys, "host", "--scale", "0.02", "--only", *names)
+    assert contenders(figures) == set(names)
+    assert all(each["nbytes"] > 1 << 20 for each in figures if "nbytes" in each)
+    goals = [each for each in figures if each.get("goal") is not None]
+    assert [each["goal"] for each in goals] == [2.5, 2.5]
+    assert all(each["ratio"] > 0 for each in goals)
 
 
 @pytest.mark.usefixtures("forked")

@@ -94,6 +94,10 @@ async def meshed() -> AsyncIterator[Meshed]:
         m = Meshed(a, b, here, other)
         m.at_a, m.at_b = await here.connect(a.ticket()), await here.connect(b.ticket())
         await b.connect(a.ticket())
+        # What each pair shares is there from now on.
+        ref = await m.at_a.put(SOME)
+        await (await ref.copy_to(m.at_b)).get()
+        m.clear()
         yield m
 
 
@@ -124,6 +128,21 @@ async def open_a_node_that_joins(m: Meshed) -> AsyncIterator[Operation]:
 @NODES.covers("mesh.Node.connect")
 async def connect(m: Meshed) -> AsyncIterator[Operation]:
     yield partial(m.here.connect, m.other.ticket())
+    m.part(m.here, m.other)
+
+
+@NODES.covers("mesh.Node.lane")
+async def lane(m: Meshed) -> AsyncIterator[Operation]:
+    assert m.here.lanes is m.here.lanes
+    m.here.directory.reached(m.other.node_id, m.other.addresses)
+    connection = await m.here.dial(m.other.node_id)
+
+    async def run() -> None:
+        status = await m.here.lane(connection)
+        assert status is not None
+        assert status.name == "quic"
+
+    yield run
     m.part(m.here, m.other)
 
 

@@ -10,6 +10,7 @@ import anyio
 import pytest
 import torch
 
+import mesh.node
 from auth import (
     AccessDenied,
     AccessRequest,
@@ -359,6 +360,13 @@ async def test_invite_of_a_machine(tmp_path: Path) -> None:
             other.invite()
 
 
+@pytest.fixture
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the files of keys ten times as often as usual."""
+    monkeypatch.setattr(mesh.node, "POLL_SECONDS", mesh.node.POLL_SECONDS / 10)
+
+
+@pytest.mark.usefixtures("watched_closely")
 async def test_removed_key_is_cut_off(tmp_path: Path) -> None:
     async with machine(tmp_path / "m") as there, node() as here:
         assert there.home is not None
@@ -375,6 +383,7 @@ async def test_removed_key_is_cut_off(tmp_path: Path) -> None:
             await peer.info()
 
 
+@pytest.mark.usefixtures("watched_closely")
 async def test_a_changed_line_takes_effect_on_the_live_connection(tmp_path: Path) -> None:
     async with machine(tmp_path / "m") as there, node() as here:
         assert there.home is not None
@@ -397,6 +406,7 @@ async def test_a_changed_line_takes_effect_on_the_live_connection(tmp_path: Path
         assert "the grant has expired" in str(error)
 
 
+@pytest.mark.usefixtures("watched_closely")
 async def test_files_of_keys_are_watched_wherever_they_stand(tmp_path: Path) -> None:
     keys = AuthorizedKeys(tmp_path / "keys")
     both = all_of(keys, SharedSecret(b"sixteen bytes or more", scopes=["*"]))

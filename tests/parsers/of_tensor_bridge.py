@@ -16,6 +16,20 @@ from tensor_bridge import (
     decode_meta,
     encode_meta,
 )
+from tensor_bridge.lanes.shared.host import FACTS
+from tensor_bridge.lanes.shared.meeting import (
+    LaneAsked,
+    LaneOffered,
+    LaneRefused,
+    decode_answer,
+)
+from tensor_bridge.lanes.shared.protocol import (
+    MAX_SLOT_BYTES,
+    FilledMessage,
+    GivenMessage,
+    PoolMessage,
+    decode_message,
+)
 from tensor_bridge.serve_create import FILLS, CreateCall
 from tensor_bridge.wire import (
     FetchOpen,
@@ -73,14 +87,19 @@ _versions = st.integers(0, (1 << 64) - 1)
 _addresses = st.lists(
     st.tuples(st.ip_addresses().map(str), st.integers(1, 65535)), max_size=16
 ).map(tuple)
+_lanes = st.lists(texts.filter(bool), max_size=8).map(tuple)
+_lane = st.none() | texts.filter(bool)
+_marks = st.tuples(*(st.binary(min_size=32, max_size=32) for _ in FACTS))
+_nonces = st.binary(min_size=16, max_size=16)
+_slots, _slot_bytes = st.integers(0, 65535), st.integers(1, MAX_SLOT_BYTES)
 _listed = st.builds(Listed, _ids, _versions, metas(), _names)
 
 _MESSAGES: dict[Any, st.SearchStrategy[Any]] = {
-    PutOpen: st.builds(PutOpen, _ids, metas(), _names),
-    ReadOpen: st.builds(ReadOpen, _ids, st.none(), _sizes, st.none() | _versions)
-    | st.builds(ReadOpen, st.none(), _tokens, _sizes, st.none() | _versions),
+    PutOpen: st.builds(PutOpen, _ids, metas(), _names, _lanes),
+    ReadOpen: st.builds(ReadOpen, _ids, st.none(), _sizes, st.none() | _versions, _lanes)
+    | st.builds(ReadOpen, st.none(), _tokens, _sizes, st.none() | _versions, _lanes),
     FetchOpen: st.builds(FetchOpen, _ids, node_ids, _addresses, _tokens, metas(), _names),
-    ReadAccepted: st.builds(ReadAccepted, metas(), _versions),
+    ReadAccepted: st.builds(ReadAccepted, metas(), _versions, _lane),
     Sent: st.builds(Sent, _versions),
     Received: st.builds(Received, _sizes),
     Moved: st.builds(Moved, _sizes),
@@ -96,6 +115,7 @@ _MESSAGES: dict[Any, st.SearchStrategy[Any]] = {
     CreateCall: st.builds(
         CreateCall, _ids, st.sampled_from(sorted(FILLS)), metas(), _sizes, _names
     ),
+    LaneAsked: st.builds(LaneAsked, _nonces, _marks),
 }
 
 
@@ -131,8 +151,29 @@ PARSERS = [
     *(_parser(kind, values) for kind, values in _MESSAGES.items()),
     _parser(
         PutAccepted,
-        st.builds(PutAccepted, st.integers(0, NBYTES)),
+        st.builds(PutAccepted, st.integers(0, NBYTES), _lane),
         lambda value: PutAccepted.decode(value, NBYTES),
+    ),
+    Parser(
+        name="tensor_bridge.lane_answer",
+        covers=("tensor_bridge.lanes.shared.meeting.decode_answer",),
+        form="message",
+        values=st.builds(LaneOffered, _nonces, st.binary(min_size=32, max_size=32), _marks)
+        | st.builds(LaneRefused, texts.filter(bool), st.booleans()),
+        write=lambda answer: answer.encode(),
+        read=decode_answer,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="tensor_bridge.lane_message",
+        covers=("tensor_bridge.lanes.shared.protocol.decode_message",),
+        form="bytes",
+        values=st.builds(PoolMessage, _slot_bytes)
+        | st.builds(FilledMessage, _slots, _slot_bytes, _versions)
+        | st.builds(GivenMessage, _slots),
+        write=lambda message: message.encode(),
+        read=decode_message,
+        refuses=(ProtocolError,),
     ),
     Parser(
         name="tensor_bridge.fetch_answer",

@@ -1,8 +1,84 @@
-"""What the tensor tests share."""
+"""What the tensor tests share: moves over each lane in turn."""
 
 from __future__ import annotations
 
+import zlib
+
+import pytest
 import torch
+
+from tensor_bridge.lanes.shared.host import unavailable
+from tests.tensor_bridge import nodes
 
 # The machine's cores are shared by everything that runs: the tests move bytes, they don't compute.
 torch.set_num_threads(1)
+
+OVER_EACH_LANE = {
+    "test_cancellation",
+    "test_cut_links",
+    "test_failures",
+    "test_moves",
+    "test_paths",
+    "test_revocation",
+    "test_sizes",
+}
+"""The tests of moves that come to pass by whatever lane there is."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of moves once over each lane."""
+    if metafunc.module.__name__.rpartition(".")[2] in OVER_EACH_LANE:
+        metafunc.parametrize("lane", list(nodes.LANES), indirect=True)
+
+
+OF_NO_LANE = {
+    "test_a_copy_cancelled_exactly_at_its_end",
+    "test_a_dripping_sender_loses_its_reservation",
+    "test_a_put_cancelled_exactly_at_its_end",
+    "test_lists_and_facts",
+    "a_service",
+    "create",
+    "delete",
+    "get_together",
+    "info",
+    "lane",
+    "list_all",
+    "shared_lane",
+}
+"""Tests, and scenarios of cancellation, in which no bytes to speak of take the nodes' lane."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run each test over shared memory on one event loop alone, unless all is asked for.
+
+    Which one differs from case to case, so that there are many on either. QUIC, which is on the way
+    of every move, is tested on both.
+    """
+    if config.getoption("--slow"):
+        return
+    left_out = [item for item in items if _is_left_out(item)]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+    if params.get("lane") != "shared-memory" or module not in OVER_EACH_LANE:
+        return False
+    if not OF_NO_LANE.isdisjoint((getattr(item, "originalname", None), params.get("name"))):
+        return True
+    loop = params.get("anyio_backend")
+    case = item.nodeid.replace(f"{loop}", "", 1)
+    return loop is not None and loop != ("asyncio", "trio")[zlib.crc32(case.encode()) % 2]
+
+
+@pytest.fixture(autouse=True)
+def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The lane that nodes of the test move everything by: QUIC, where it is not run over each."""
+    name = str(getattr(request, "param", nodes.preferred))
+    if name == "shared-memory" and (why := unavailable()) is not None:
+        pytest.skip(why)
+    monkeypatch.setattr(nodes, "preferred", name)
+    return name

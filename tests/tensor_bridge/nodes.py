@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
@@ -12,8 +14,10 @@ import anyio
 import torch
 from anyio.abc import TaskStatus
 
-from auth import Authorizer, SecretKey, TokenBook, TokenLimits, allow_any
+from auth import Authorizer, PeerIdentity, SecretKey, TokenBook, TokenLimits, allow_any
 from tensor_bridge import (
+    LaneConfig,
+    Lanes,
     MoveLimits,
     StoreLimits,
     TensorClient,
@@ -21,10 +25,20 @@ from tensor_bridge import (
     TensorService,
     TensorStore,
 )
+from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.wire import ReadOpen
 from transport import Connection, Endpoint, EndpointConfig, PeerAddress, Stream
 
-__all__ = ["Node", "eventually", "node", "together"]
+__all__ = ["LANES", "Node", "eventually", "linked", "node", "preferred", "together"]
+
+LANES = {
+    "quic": LaneConfig(shared_memory=False),
+    "shared-memory": LaneConfig(shared_from=1),
+}
+"""How nodes are made to move everything by one lane, by its name."""
+
+preferred = "quic"
+"""What nodes of tests take: see the fixture `lane`."""
 
 
 @dataclasses.dataclass
@@ -35,6 +49,7 @@ class Node:
     store: TensorStore
     tokens: TokenBook
     service: TensorService
+    lanes: Lanes
 
     @property
     def address(self) -> PeerAddress:
@@ -50,6 +65,23 @@ class Node:
             and self.store.used() == (held, len(self.store))
             and all(connection.info.streams == 0 for connection in self.endpoint.connections)
         )
+
+    def lane_holdings(self, name: str) -> dict[str, object]:
+        """Return how much of everything the node's lanes hold."""
+        sharing = self.lanes._sharing
+        assert sharing is not None
+        pairs = list(sharing._pairs.values())
+        links = [pair.link for pair in pairs if pair.link is not None]
+        return {
+            f"meetings of {name}": sum(pair.meeting is not None for pair in pairs),
+            f"links of {name}": len(links),
+            f"free slots of {name}": sum(link._outgoing.free for link in links),
+            f"slots to be had of {name}": sum(link._free.value for link in links),
+            f"slots at {name}": sum(link._incoming.here for link in links if link._incoming),
+            f"landings of {name}": sum(len(link._landings) for link in links),
+            f"packets unsent of {name}": sum(len(link._unsent) for link in links),
+            f"watchers of {name}": sum(len(link._watchers) for link in links),
+        }
 
     def fall_silent(self) -> None:
         """Send nothing any more, as a host that was unplugged."""
@@ -83,7 +115,7 @@ class Node:
         async def dial() -> Connection:
             return await self.connection(peer)
 
-        return TensorClient(await dial(), reconnect=dial if reconnect else None)
+        return TensorClient(await dial(), reconnect=dial if reconnect else None, lanes=self.lanes)
 
 
 @contextlib.asynccontextmanager
@@ -93,19 +125,22 @@ async def node(
     store: StoreLimits | None = None,
     tokens: TokenLimits | None = None,
     moves: MoveLimits | None = None,
+    lanes: LaneConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[Node]:
     """A node that lives for the block; `settings` are of its endpoint."""
     authorizer = authorizer or allow_any()
-    config = EndpointConfig(bind="127.0.0.1:0", linger=0.5, liveness=1.0, **settings)
+    settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | settings
+    config = EndpointConfig(**settings)
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(
             Endpoint(SecretKey.generate(), authorizer, config)
         )
         own_store, book = TensorStore(store), TokenBook(tokens)
-        service = TensorService(endpoint, own_store, book, authorizer, limits=moves)
+        ways = Lanes(endpoint, lanes or LANES[preferred])
+        service = TensorService(endpoint, own_store, book, authorizer, limits=moves, lanes=ways)
         await stack.enter_async_context(service)
-        yield Node(endpoint, own_store, book, service)
+        yield Node(endpoint, own_store, book, service, ways)
 
 
 @contextlib.asynccontextmanager
@@ -123,6 +158,20 @@ async def together(*nodes: AbstractAsyncContextManager[Node]) -> AsyncIterator[t
     async with anyio.create_task_group() as tasks:
         yield tuple([await tasks.start(live, each) for each in nodes])
         over.set()
+
+
+@contextlib.asynccontextmanager
+async def linked(peer: PeerIdentity) -> AsyncIterator[tuple[Link, Link]]:
+    """Both ends of a link through shared memory, without the way to it."""
+    socks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for sock in socks:
+        sock.setblocking(False)
+    one, other = (Link(sock, peer, os.getpid()) for sock in socks)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.run)
+        tasks.start_soon(other.run)
+        yield one, other
+        one.end("the test is over")
 
 
 async def eventually(condition, seconds: float = 5.0) -> None:  # type: ignore[no-untyped-def]

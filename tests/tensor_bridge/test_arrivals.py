@@ -6,6 +6,7 @@ import gc
 import weakref
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
@@ -165,7 +166,7 @@ async def test_memory_that_cannot_be_had_is_given_back(
     def none_left(_: object) -> None:
         raise QuotaExceeded("allocation")
 
-    monkeypatch.setattr("tensor_bridge.moves.allocate", none_left)
+    monkeypatch.setattr("tensor_bridge.landing_memory.allocate", none_left)
     with pytest.raises(QuotaExceeded):
         await room.land("u", 0)
     assert (len(room.arrivals), room.store.used()) == (0, (0, 0))
@@ -184,6 +185,7 @@ async def test_finished_ones_are_remembered_in_a_bounded_number(room: Room) -> N
     for number in range(MAX_FINISHED + 10):
         async with room.arrivals.hold(ALICE, str(number), nothing) as arrival:
             room.store.delete(arrival.keep().object_id)
+        await anyio.lowlevel.checkpoint()  # there are thousands of them
     assert len(room.arrivals._finished) == MAX_FINISHED
 
 

@@ -12,9 +12,18 @@ import pytest
 import torch
 
 from auth import Claim, TokenBook, TokenFacts
-from tensor_bridge import QuicLane, TensorClient, TensorRef, TensorService, TensorStore
+from tensor_bridge import (
+    QuicLane,
+    SharedLane,
+    TensorClient,
+    TensorRef,
+    TensorService,
+    TensorStore,
+)
 from tensor_bridge.codec import describe
+from tensor_bridge.lanes.shared.link import SLOTS
 from tensor_bridge.memory import Payload, tensor_bytes
+from tensor_bridge.moves import settle
 from tests.cancelling import (
     Operation,
     Scenarios,
@@ -23,7 +32,7 @@ from tests.cancelling import (
     at_its_end,
     process_holdings,
 )
-from tests.tensor_bridge.nodes import Node, node, together
+from tests.tensor_bridge.nodes import LANES, Node, eventually, linked, node, together
 from tests.tensor_bridge.tensors import filled, same
 from tests.transport.wires import Hesitant, endpoint_holdings
 from transport import Incoming, Stream
@@ -53,19 +62,29 @@ class Moves:
         held = process_holdings()
         for each, name in ((self.a, "a"), (self.b, "b"), (self.client, "the client")):
             tokens = each.tokens.counts()
-            held |= endpoint_holdings(each.endpoint, name) | {
-                f"tensors of {name}": len(each.store),
-                f"bytes and objects taken at {name}": each.store.used(),
-                f"arrivals of {name}": len(each.service.arrivals),
-                f"tokens of {name}": tokens.live,
-                f"bytes exposed by {name}": tokens.exposed_bytes,
-            }
+            held |= (
+                endpoint_holdings(each.endpoint, name)
+                | each.lane_holdings(name)
+                | {
+                    f"tensors of {name}": len(each.store),
+                    f"bytes and objects taken at {name}": each.store.used(),
+                    f"arrivals of {name}": len(each.service.arrivals),
+                    f"tokens of {name}": tokens.live,
+                    f"bytes exposed by {name}": tokens.exposed_bytes,
+                }
+            )
         return held
 
     def clear(self) -> None:
         """Delete what was put, but for what the store of `a` began with."""
         for each in (self.a, self.b):
             each.store.delete_owner(self.client.endpoint.node_id)
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `LOT` go round more slots than there are."""
+    monkeypatch.setattr("tensor_bridge.lanes.shared.link.SLOT_BYTES", 16 << 10)
 
 
 @asynccontextmanager
@@ -77,9 +96,13 @@ async def moves() -> AsyncIterator[Moves]:
     }
     async with together(node(**small), node(**small), node(**small)) as (a, b, client):
         at_a, at_b = await client.client(a, reconnect=True), await client.client(b, reconnect=True)
-        # So that the one connection that nodes make for themselves is there.
-        await b.connection(a)
-        yield Moves(a, b, client, at_a, at_b)
+        world = Moves(a, b, client, at_a, at_b)
+        # So that the connection that nodes make for themselves is there, and what each pair shares.
+        await at_b.get(await at_b.put(SOME))
+        await at_a.get(ref := await at_a.put(SOME))
+        await at_a.copy_to(ref, at_b)
+        world.clear()
+        yield world
 
 
 @asynccontextmanager
@@ -122,8 +145,9 @@ async def _check_put(m: Moves, tensor: torch.Tensor) -> None:
 @covers("tensor_bridge.TensorClient.create")
 async def create(m: Moves) -> AsyncIterator[Operation]:
     async def run() -> None:
-        ref = await m.at_a.create("arange", (200_000,), dtype=torch.int64)
-        assert torch.equal(m.a.store.get(ref.object_id).tensor, torch.arange(200_000))
+        ref = await m.at_a.create("arange", (200_000,), dtype=torch.int32)
+        expected = torch.arange(200_000, dtype=torch.int32)
+        assert torch.equal(m.a.store.get(ref.object_id).tensor, expected)
 
     yield run
     m.clear()
@@ -226,6 +250,56 @@ async def lane(m: Moves) -> AsyncIterator[Operation]:
             assert room == data
 
     yield run
+
+
+@covers("tensor_bridge.SharedLane.send", "tensor_bridge.SharedLane.receive", stride=3)
+async def shared_lane(m: Moves) -> AsyncIterator[Operation]:
+    async def take(incoming: Incoming) -> None:
+        stream = incoming.stream
+        room = bytearray(len(data))
+        with theirs.landing(stream.stream_id) as landing:
+            await stream.send_reply(None)
+            lane = SharedLane(stream, theirs, landing, stall_seconds=5)
+            await lane.receive(memoryview(room), _ignore)
+        assert room == data
+        await lane.send(payload, _ignore)
+        await settle(stream)
+
+    tensor = torch.arange(202_400).to(torch.uint8)
+    payload, data = Payload(tensor, describe(tensor)), bytes(tensor_bytes(tensor))
+    name = "tests.shared lane"
+    m.a.endpoint._services._services.pop(name, None)
+    m.a.endpoint.register_service(name, take, scope="x")
+    connection = await m.client.connection(m.a)
+
+    async def run() -> None:
+        async with await connection.open_stream(name) as stream:
+            with ours.landing(stream.stream_id) as landing:
+                await stream.reply()
+                lane = SharedLane(stream, ours, landing, stall_seconds=5)
+                await lane.send(payload, _ignore)
+                room = bytearray(len(data))
+                await lane.receive(memoryview(room), _ignore)
+                assert room == data
+        assert not landing.arrivals.next()
+
+    async with linked(connection.peer) as (ours, theirs):
+        yield run
+        for link in (ours, theirs):
+            await eventually(lambda: link._free.value == SLOTS and not link._landings)  # noqa: B023
+            assert link._outgoing.free == SLOTS
+
+
+@covers("tensor_bridge.Lanes.offer", "tensor_bridge.Lanes.meet")
+async def get_together(m: Moves) -> AsyncIterator[Operation]:
+    async with together(*(node(lanes=LANES["shared-memory"]) for _ in range(2))) as (one, other):
+        connection = await one.connection(other)
+
+        async def run() -> None:
+            assert (await one.lanes.offer(connection, 1)).names == ("shared-memory",)
+            await one.lanes.meet(connection)
+
+        yield run
 
 
 def _ignore(_: int) -> None:

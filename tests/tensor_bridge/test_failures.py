@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
+import anyio.lowlevel
 import psutil
 import pytest
 import torch
@@ -81,8 +82,8 @@ async def once(condition: Callable[[], bool], action: Callable[[], object]) -> A
 
     async def watch() -> None:
         nonlocal done
-        while not condition():  # noqa: ASYNC110 - the state of a node, which tells nobody
-            await anyio.sleep(0.002)
+        while not condition():
+            await anyio.lowlevel.checkpoint()  # megabytes land within a millisecond
         done = True
         action()
 
@@ -555,7 +556,7 @@ async def test_a_tensor_written_to_during_a_move_is_noticed(
 ) -> None:
     a, b, client = nodes
     at_a, at_b = await client.client(a), await client.client(b)
-    tensor = filled((4 * SIZE,), torch.uint8)  # far more than is in flight at once
+    tensor = filled((24 * SIZE,), torch.uint8)  # far more than is in flight at once
 
     def write() -> None:
         tensor.add_(1)

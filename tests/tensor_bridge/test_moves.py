@@ -74,7 +74,7 @@ async def test_quantized_there_and_back(nodes: tuple[Node, Node, Node], per_chan
         assert torch.equal(back.dequantize(), tensor.dequantize())
 
 
-async def test_a_large_copy_passes_the_client_by(nodes: tuple[Node, Node, Node]) -> None:
+async def test_a_large_copy_passes_the_client_by(nodes: tuple[Node, Node, Node], lane: str) -> None:
     a, b, client = nodes
     at_a, at_b = await client.client(a), await client.client(b)
     tensor = torch.arange(LARGE // 8)
@@ -87,7 +87,8 @@ async def test_a_large_copy_passes_the_client_by(nodes: tuple[Node, Node, Node])
     assert carried < 64 * 1024
     between = a.endpoint.connection(b.endpoint.node_id)
     assert between is not None
-    assert between.info.bytes_sent > LARGE
+    assert a.lanes.status(between).name == lane
+    assert (between.info.bytes_sent > LARGE) == (lane == "quic")
     assert seen[-1].moved == seen[-1].total == LARGE
     assert all(one.moved <= two.moved for one, two in pairwise(seen))
 

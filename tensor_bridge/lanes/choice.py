@@ -1,0 +1,160 @@
+"""Which lane a move takes: the opener of its stream offers those there are, the other side chooses.
+
+The services pass on what was offered and chosen, by name, and know no lane but the one that
+`choose_lane` gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from tensor_bridge.landing_memory import LandingMemory
+from tensor_bridge.lanes.lane import Lane
+from tensor_bridge.lanes.quic import QuicLane
+from tensor_bridge.lanes.shared import Landing, Link, SharedLane, Sharing
+from transport import Connection, Endpoint, ProtocolError, Stream
+
+__all__ = ["NO_LANES", "LaneConfig", "LaneStatus", "Lanes", "Offer", "choose_lane"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaneConfig:
+    """What a node's moves may take beside QUIC.
+
+    Attributes:
+        shared_memory: share memory with peers that run on the same host, under the same user and in
+            the same namespaces. Off, all moves go over QUIC.
+        shared_from: bytes of the smallest move that it is used for; smaller ones are faster among
+            the messages that they come with.
+        max_links: with how many peers at a time; each costs up to 8 MiB here and as much there.
+    """
+
+    shared_memory: bool = True
+    shared_from: int = 64 << 10
+    max_links: int = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneStatus:
+    """The lane that a large move with a peer takes, and why no faster one, if there is none."""
+
+    name: str
+    reason: str | None = None
+
+
+class Offer:
+    """The lanes that one move may take beside the stream itself.
+
+    Args:
+        link: the way through shared memory, if there is one.
+    """
+
+    def __init__(self, link: Link | None = None) -> None:
+        self._link = link
+        self._landing: Landing | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What to offer."""
+        return () if self._link is None else (SharedLane.name,)
+
+    @property
+    def best(self) -> str | None:
+        """What to choose; None for the stream itself."""
+        return next(iter(self.names), None)
+
+    @contextlib.contextmanager
+    def landing(self, stream: Stream) -> Iterator[None]:
+        """Keep for the block what comes of the move before its receiver is ready.
+
+        To be entered before the sender can know what was chosen, and left after the last byte.
+        """
+        if self._link is None:
+            yield
+            return
+        with self._link.landing(stream.stream_id) as self._landing:
+            yield
+
+    def lane(self, stream: Stream, name: str, stall_seconds: float) -> Lane:
+        """Return the lane of this name.
+
+        Raises:
+            ProtocolError: it was not offered.
+        """
+        if self._link is None or name not in self.names:
+            raise ProtocolError(
+                "choice of a lane", peer=stream.peer, why=f"{name!r:.40} was not offered"
+            )
+        return SharedLane(stream, self._link, self._landing, stall_seconds=stall_seconds)
+
+
+class Lanes:
+    """The lanes between an endpoint and its peers.
+
+    Args:
+        endpoint: whose peers they are. Without one, all moves go over QUIC.
+        config: what to use.
+
+    Attributes:
+        memory: what comes by them, whichever it is, lands in it.
+    """
+
+    def __init__(self, endpoint: Endpoint | None, config: LaneConfig | None = None) -> None:
+        self.config = config or LaneConfig()
+        self.memory = LandingMemory(None if endpoint is None else endpoint.start_soon)
+        self._sharing: Sharing | None = None
+        if endpoint is not None:
+            self._sharing = Sharing(
+                endpoint, max_links=self.config.max_links, is_off=not self.config.shared_memory
+            )
+
+    async def offer(self, connection: Connection, nbytes: int) -> Offer:
+        """Return what to offer for a move of `nbytes`; the first large one asks the peer for it."""
+        if self._sharing is None or nbytes < max(1, self.config.shared_from):
+            return Offer()
+        return Offer(await self._sharing.meet(connection))
+
+    def answer(self, connection: Connection, offered: tuple[str, ...]) -> Offer:
+        """Return what there is here of what the peer has offered."""
+        if self._sharing is None or SharedLane.name not in offered:
+            return Offer()
+        return Offer(self._sharing.link(connection))
+
+    async def meet(self, connection: Connection) -> None:
+        """Have it found out now what there is with the peer, and not by the first large move."""
+        if self._sharing is not None:
+            await self._sharing.meet(connection)
+
+    def status(self, connection: Connection) -> LaneStatus:
+        """Return which lane a large move with the peer takes, as far as that is known."""
+        if self._sharing is None:
+            return LaneStatus(QuicLane.name)
+        if self._sharing.link(connection) is not None:
+            return LaneStatus(SharedLane.name)
+        why = self._sharing.why_not(connection)
+        return LaneStatus(QuicLane.name, why or "no move was large enough so far to ask for more")
+
+
+NO_LANES = Lanes(None)
+"""Everything goes over QUIC."""
+
+
+def choose_lane(
+    stream: Stream, offer: Offer | None = None, name: str | None = None, *, stall_seconds: float
+) -> Lane:
+    """Return the way for the bytes of the move that was agreed on `stream`.
+
+    Args:
+        stream: where it was agreed on; nothing else is sent or read there until the bytes are over.
+        offer: what one side offered, or what the other found of that.
+        name: what was chosen of it; None for the stream itself.
+        stall_seconds: how long 256 KiB may take.
+
+    Raises:
+        ProtocolError: that was not offered.
+    """
+    if offer is None or name is None:
+        return QuicLane(stream, stall_seconds=stall_seconds)
+    return offer.lane(stream, name, stall_seconds)

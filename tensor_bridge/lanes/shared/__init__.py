@@ -1,0 +1,15 @@
+"""Shared memory between two processes of one host: the lane, and how two nodes get to it.
+
+Which bytes move, and whether they may, is agreed over QUIC as ever; they then go through memory
+that the sender has made and the receiver has mapped. Nothing that lies there, or comes over the
+Unix socket beside it, is believed: numbers are checked, and bytes are copied once and not looked at
+before that.
+"""
+
+from __future__ import annotations
+
+from tensor_bridge.lanes.shared.lane import SharedLane
+from tensor_bridge.lanes.shared.link import Landing, Link
+from tensor_bridge.lanes.shared.sharing import Sharing
+
+__all__ = ["Landing", "Link", "SharedLane", "Sharing"]
