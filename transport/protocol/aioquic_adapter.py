@@ -150,6 +150,11 @@ class AdaptedConnection(BatchConnection):
         """The PTO without backoff, in seconds (RFC 9002 section 6.2.1)."""
         return self._loss.get_probe_timeout()
 
+    def is_acknowledgement_due(self, now: float) -> bool:
+        """Whether the peer is to hear now of what has come."""
+        at = self._spaces[tls.Epoch.ONE_RTT].ack_at
+        return at is not None and at <= now
+
     @property
     def is_ended(self) -> bool:
         """Whether a close was sent or received, or is about to be sent."""

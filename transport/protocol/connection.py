@@ -169,6 +169,15 @@ class ConnectionCore:
         """Whether some stream has data that was never sent, whatever holds it back."""
         return self.quic.has_stream_data
 
+    def can_wait(self, now: float) -> bool:
+        """Whether nothing has to leave at once: what has just come may still be answered first."""
+        return (
+            self.ended is None
+            and self.peer is not None
+            and not self.quic.has_stream_data
+            and not self.quic.is_acknowledgement_due(now)
+        )
+
     def batch_to_send(self, now: float) -> Transmit | None:
         """Return the next batch of datagrams that may leave now, None if there is none.
 
