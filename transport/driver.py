@@ -18,8 +18,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import anyio
 import anyio.lowlevel
@@ -130,7 +130,7 @@ class Driver:
         self._waiting.pop(core, None)
         began = time.monotonic()
         try:
-            with self._contain(core):
+            with _Contained(core):
                 self._flush(core)
             self._report(core)  # its end, where it has just been given up
         finally:
@@ -178,9 +178,11 @@ class Driver:
         """
         self._pumping.add(core)
         began = time.monotonic()
-        with self._contain(core):
-            self._report(core)
-        self._pumping.discard(core)
+        try:
+            with _Contained(core):
+                self._report(core)
+        finally:
+            self._pumping.discard(core)
         self._charge(core, began)
         self._waiting[core] = None
         if core in self._again:
@@ -201,7 +203,7 @@ class Driver:
         else:
             touched[core] = None
             others = []
-            with self._contain(core):
+            with _Contained(core):
                 others = core.receive_batch(self._buffer, size, segment, source, now)
             now = self._charge(core, now)
         for start, stop in others:
@@ -209,7 +211,7 @@ class Driver:
             target = self.demux.route(data, source, now)
             if isinstance(target, ConnectionCore):
                 touched[target] = None
-                with self._contain(target):
+                with _Contained(target):
                     target.receive_datagram(data, source, now)
             elif isinstance(target, Reply):
                 self._send(Transmit(target.data, len(target.data), source))
@@ -231,7 +233,7 @@ class Driver:
         for core in self.demux.connections if unreachable else ():
             address = core.quic.get_peer_address()
             if address is not None and (address[0], address[1]) in unreachable:
-                with self._contain(core):
+                with _Contained(core):
                     core.suspect(now)
                     core.handle_timer(now)
                 self.pump(core)
@@ -250,15 +252,6 @@ class Driver:
             self._report(core)
             if core not in self._again:
                 break
-
-    @contextmanager
-    def _contain(self, core: ConnectionCore) -> Iterator[None]:
-        """Give up a connection that fails inside: its fault must not reach the others."""
-        try:
-            yield
-        except Exception:
-            _log.exception("a connection failed inside and is given up")
-            core.abandon("internal error")
 
     def _send_batches(self, core: ConnectionCore, now: float) -> None:
         end = now + TURN_SECONDS
@@ -360,8 +353,32 @@ class Driver:
         for core in due:
             deadline = core.next_deadline()
             if deadline is not None and deadline <= now:
-                with self._contain(core):
+                with _Contained(core):
                     core.handle_timer(now)
                 self.pump(core)
             else:
                 self._schedule(core)
+
+
+class _Contained:
+    """Gives up a connection that fails inside: its fault must not reach the others."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: ConnectionCore) -> None:
+        self._core = core
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(exc, Exception):
+            return False
+        _log.exception("a connection failed inside and is given up")
+        self._core.abandon("internal error")
+        return True

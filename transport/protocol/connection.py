@@ -388,13 +388,15 @@ class ConnectionCore:
         if self._stream_limit < (limit := self.quic.stream_limit):
             self._stream_limit = limit
             self._events.append(StreamsAvailable())
-        for stream_id in [i for i in self._blocked if self._has_room(i)]:
-            self._blocked.discard(stream_id)
-            self._events.append(StreamChanged(stream_id))
-        for stream_id, left in list(self._awaiting.items()):
-            if self.quic.unacknowledged(stream_id) <= left or self.quic.is_reset(stream_id):
-                del self._awaiting[stream_id]
+        if self._blocked:
+            for stream_id in [i for i in self._blocked if self._has_room(i)]:
+                self._blocked.discard(stream_id)
                 self._events.append(StreamChanged(stream_id))
+        if self._awaiting:
+            for stream_id, left in list(self._awaiting.items()):
+                if self.quic.unacknowledged(stream_id) <= left or self.quic.is_reset(stream_id):
+                    del self._awaiting[stream_id]
+                    self._events.append(StreamChanged(stream_id))
 
     def _has_room(self, stream_id: int) -> bool:
         return self.quic.unacknowledged(stream_id) < self._send_buffer
