@@ -123,7 +123,7 @@ class Alarm:
 
 
 class Later:
-    """Calls a function after the tasks that are ready to run now, where the loop can; else at once.
+    """Calls a function after the tasks that are ready to run now.
 
     Args:
         function: what to call.
@@ -133,25 +133,46 @@ class Later:
         self._function = function
         self._loop: _Loop | None = None
         self._call: _Call | None = None
+        self._wanted: anyio.Event | None = None
         self._is_set = False
 
     def set(self) -> None:
-        """Have the function called, once for all times that this is called before."""
-        if self._loop is None or self._call is None:
+        """Have the function called, once for all times that this is called before.
+
+        While nobody runs `run`, at once.
+        """
+        if self._call is None and self._wanted is None:
             self._function()
         elif not self._is_set:
             self._is_set = True
-            self._loop.call_soon(self._call, context=self._call.context)
+            if self._wanted is not None:
+                self._wanted.set()
+            elif self._loop is not None and self._call is not None:
+                self._loop.call_soon(self._call, context=self._call.context)
 
     async def run(self) -> None:
         """Be there to call, until cancelled. What the function raises is raised here."""
         self._loop = _callback_loop()
-        call = self._call = _Call(self._call_now)
         try:
-            await call.wait()
+            if self._loop is None:
+                await self._run_in_task()
+            else:
+                self._call = _Call(self._call_now)
+                await self._call.wait()
         finally:
-            call.stop()
-            self._call = None
+            if self._call is not None:
+                self._call.stop()
+            self._call = self._wanted = None
+            self._is_set = False
+
+    async def _run_in_task(self) -> None:
+        self._wanted = anyio.Event()
+        while True:
+            await self._wanted.wait()
+            # Those who were woken at the same time run in any order; this one after them.
+            await anyio.lowlevel.checkpoint()
+            self._wanted = anyio.Event()
+            self._call_now()
 
     def _call_now(self) -> None:
         self._is_set = False

@@ -258,10 +258,9 @@ class TestAlarm:
         assert not rung
 
 
+@pytest.mark.usefixtures("means")
 class TestLater:
-    async def test_who_is_ready_goes_first_and_it_is_called_once(
-        self, anyio_backend: str, means: str
-    ) -> None:
+    async def test_who_is_ready_goes_first_and_it_is_called_once(self) -> None:
         seen: list[str] = []
         later = Later(lambda: seen.append("later"))
 
@@ -270,21 +269,38 @@ class TestLater:
             seen.append("task")
 
         async with anyio.create_task_group() as tasks:
-            event = anyio.Event()
             tasks.start_soon(later.run)
-            tasks.start_soon(wait, event)
             await anyio.sleep(0.005)
-            event.set()
-            later.set()
-            later.set()
-            await anyio.sleep(0.005)
+            for _ in range(5):
+                event = anyio.Event()
+                tasks.start_soon(wait, event)
+                await anyio.sleep(0.001)
+                event.set()
+                later.set()
+                later.set()
+                await anyio.sleep(0.005)
             tasks.cancel_scope.cancel()
-        if anyio_backend == "asyncio" and means == "the loop's own":
-            assert seen == ["task", "later"]
-        else:
-            assert seen == ["later", "later", "task"]
+        assert seen == ["task", "later"] * 5
 
-    @pytest.mark.usefixtures("means")
+    async def test_it_may_be_set_from_within(self) -> None:
+        calls = 0
+        done = anyio.Event()
+
+        def again() -> None:
+            nonlocal calls
+            calls += 1
+            (later if calls < 3 else done).set()
+
+        later = Later(again)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(later.run)
+            await anyio.sleep(0.001)
+            later.set()
+            with anyio.fail_after(3):
+                await done.wait()
+            tasks.cancel_scope.cancel()
+        assert calls == 3
+
     async def test_without_anyone_to_wait_it_is_called_at_once(self) -> None:
         seen: list[None] = []
         later = Later(lambda: seen.append(None))
@@ -295,10 +311,7 @@ class TestLater:
         later.set()
         assert len(seen) == 2
 
-    async def test_what_it_raises_is_raised_by_who_waits(self, anyio_backend: str) -> None:
-        if anyio_backend != "asyncio":
-            pytest.skip("it is called at once, and raises there")
-
+    async def test_what_it_raises_is_raised_by_who_waits(self) -> None:
         def fail() -> None:
             raise LookupError("inside")
 
