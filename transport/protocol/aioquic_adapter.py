@@ -150,6 +150,11 @@ class AdaptedConnection(BatchConnection):
         """The PTO without backoff, in seconds (RFC 9002 section 6.2.1)."""
         return self._loss.get_probe_timeout()
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether both sides know that the handshake is complete (RFC 9001 section 4.1.2)."""
+        return self._handshake_confirmed
+
     def is_acknowledgement_due(self, now: float) -> bool:
         """Whether the peer is to hear now of what has come."""
         at = self._spaces[tls.Epoch.ONE_RTT].ack_at

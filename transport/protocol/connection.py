@@ -170,10 +170,14 @@ class ConnectionCore:
         return self.quic.has_stream_data
 
     def can_wait(self, now: float) -> bool:
-        """Whether nothing has to leave at once: what has just come may still be answered first."""
+        """Whether nothing has to leave at once: what has just come may still be answered first.
+
+        A handshake may not wait. Whoever gives up as soon as it knows its peer would do so before
+        the peer knows it, and be taken for a stranger.
+        """
         return (
             self.ended is None
-            and self.peer is not None
+            and self.quic.is_confirmed
             and not self.quic.has_stream_data
             and not self.quic.is_acknowledgement_due(now)
         )
