@@ -24,7 +24,13 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from auth.authorizer import AccessRequest, ConnectRequest, FetchRequest, covered
+from auth.authorizer import (
+    AccessRequest,
+    ConnectRequest,
+    FetchRequest,
+    covered,
+    prompt_after_connect,
+)
 from auth.delegation import PeerIdentity
 from auth.encoding import check_time
 from auth.errors import IdentityError
@@ -175,6 +181,7 @@ class AuthorizedKeys:
         except (ValueError, OSError) as error:
             raise self._unusable("reading", error) from error
 
+    @prompt_after_connect
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
         """Answer as :class:`~auth.authorizer.Authorizer` says."""
         self.poll()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import anyio
 
@@ -40,6 +40,7 @@ __all__ = [
     "decide",
     "deny_all",
     "parts",
+    "prompt_after_connect",
 ]
 
 MAX_CREDENTIAL_BYTES = 4096
@@ -49,6 +50,8 @@ SCOPE_MINT = "tensor:copy"
 SCOPE_FETCH = "tensor:fetch"
 
 _log = logging.getLogger("quicmesh.auth")
+
+_Authorize = TypeVar("_Authorize", bound=Callable[..., Coroutine[Any, Any, Grant | Denial]])
 
 _FAILED = Denial("authorizer-failed", "the authorizer of that node failed, which counts as a no")
 _TIMED_OUT = Denial("authorizer-timeout", "the authorizer of that node gave no answer in time")
@@ -200,13 +203,10 @@ async def decide(
         AccessDenied: it denied, raised, took too long, answered something else, or granted what
             does not cover the request. ``denial`` is what the peer is to be told.
     """
-    answer: Grant | Denial = _TIMED_OUT
-    with anyio.move_on_after(timeout) as scope:
+    if request.stage is not Stage.CONNECT and _is_prompt(authorizer):
         answer = await ask(authorizer, request, clock())
-    # Also for an authorizer that swallowed the cancellation: a late yes is not a yes.
-    if scope.cancel_called:
-        answer = _TIMED_OUT
-        _log.error("authorizer gave no answer within %.1f s to %r", timeout, request)
+    else:
+        answer = await _ask_in_time(authorizer, request, timeout, clock())
     if isinstance(answer, Grant):
         # Here, so that an authorizer which only looks at the machine can't forget it.
         return request.peer.narrow(answer)
@@ -220,6 +220,16 @@ async def decide(
     )
     error.denial = answer
     raise error
+
+
+def prompt_after_connect(method: _Authorize) -> _Authorize:
+    """Mark an ``authorize`` that awaits nothing but at `Stage.CONNECT`.
+
+    No time limit could end it anywhere else, and a peer's every request is spared one. Whoever
+    overrides the method loses the mark.
+    """
+    method.is_prompt = True  # type: ignore[attr-defined]
+    return method
 
 
 def covered(answer: Grant, request: AccessRequest) -> Grant | Denial:
@@ -274,6 +284,7 @@ def parts(authorizer: Authorizer) -> Iterator[Authorizer]:
 class _Fixed:
     answer: Grant | Denial
 
+    @prompt_after_connect
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
         return self.answer
 
@@ -290,6 +301,23 @@ class _AnyOf:
                 return answer
             denials.append(answer)
         return denials[0]
+
+
+def _is_prompt(authorizer: Authorizer) -> bool:
+    return getattr(getattr(authorizer, "authorize", None), "is_prompt", False) is True
+
+
+async def _ask_in_time(
+    authorizer: Authorizer, request: AccessRequest, timeout: float, now: float
+) -> Grant | Denial:
+    answer: Grant | Denial = _TIMED_OUT
+    with anyio.move_on_after(timeout) as scope:
+        answer = await ask(authorizer, request, now)
+    # Also for an authorizer that swallowed the cancellation: a late yes is not a yes.
+    if scope.cancel_called:
+        _log.error("authorizer gave no answer within %.1f s to %r", timeout, request)
+        return _TIMED_OUT
+    return answer
 
 
 async def ask(

@@ -15,7 +15,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NoReturn
 
-from auth.authorizer import AccessRequest, Authorizer, ConnectRequest, FetchRequest, covered, parts
+from auth.authorizer import (
+    AccessRequest,
+    Authorizer,
+    ConnectRequest,
+    FetchRequest,
+    covered,
+    parts,
+    prompt_after_connect,
+)
 from auth.errors import IdentityError
 from auth.grant import DEFAULT_SCOPES, Denial, Grant, Quotas
 from auth.identity import NodeId
@@ -116,6 +124,7 @@ class SharedSecret:
         secret = hashlib.scrypt(words, salt=_SALT_DOMAIN + name, **_SCRYPT_COST)
         return cls(secret, scopes=scopes, quotas=quotas)
 
+    @prompt_after_connect
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
         """Answer as :class:`~auth.authorizer.Authorizer` says."""
         peer = request.peer.node_id

@@ -17,6 +17,7 @@ from auth import Grant, MeshError, NodeId, PeerIdentity, SocketAddress
 from transport.addresses import format_address
 from transport.cbor import CborValue
 from transport.codes import AppCode, decode_error, error_of_code
+from transport.deadlines import Deadlines
 from transport.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -205,20 +206,22 @@ class Connection:
             MeshError: what the handler raised, of the same class if it is one of the tree.
             DeadlineExceeded: no answer within `timeout` seconds; the handler is cancelled.
         """
-        deadline = anyio.current_time() + timeout
+        deadline = time.monotonic() + timeout
         request = request_frame(service, value)
         stream = await self._open(framed=True, timeout=timeout)
-        with anyio.move_on_at(deadline):
-            async with stream:
-                await stream.write_request(request, fin=True)
-                return await stream.reply()
-        raise DeadlineExceeded(
-            f"call of {service!r}",
-            peer=self._who(),
-            after=timeout,
-            why="the peer is there but has not answered",
-            fix="Give it more time with timeout=, or look at the peer's log.",
+        stream.expire_at(
+            deadline,
+            lambda: DeadlineExceeded(
+                f"call of {service!r}",
+                peer=self._who(),
+                after=timeout,
+                why="the peer is there but has not answered",
+                fix="Give it more time with timeout=, or look at the peer's log.",
+            ),
         )
+        async with stream:
+            await stream.write_request(request, fin=True)
+            return await stream.reply()
 
     async def open_raw_stream(self, *, timeout: float | None = None) -> Stream:
         """Open a stream without the mesh's framing, for a protocol of the app's own (its ALPN).
@@ -370,6 +373,11 @@ class Connection:
             self.raise_if_closed("waiting for a stream", "accept")
             await self._streams_available.wait()
         return self._wrap(self._unclaimed.popleft(), framed=framed, opener=False)
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Watches over those who wait for something on a stream."""
+        return self._driver.deadlines
 
     def pump(self) -> None:
         """Let the driver send what there is to send, and tell us what happened."""

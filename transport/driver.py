@@ -1,7 +1,8 @@
 """Moves datagrams between a socket and the protocol half; keeps the one timer they share.
 
-Five tasks: one receives, one sleeps until the earliest deadline, one sends what the socket would
-not take at once, one goes on with connections that have more to send, one watches for floods.
+Seven tasks: one receives, one lets those whom that wakes go first, two keep the time, one sends
+what the socket would not take at once, one goes on with connections that have more to send, one
+watches for floods.
 Everything else runs inline in whichever task has something to send, which is the shortest way from
 a write to the wire. The work of one turn is bounded, so that the loop stays responsive under load.
 
@@ -17,13 +18,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import anyio
 import anyio.lowlevel
 
 from auth import SocketAddress
+from transport.deadlines import Deadlines
 from transport.protocol import ConnectionCore, Demultiplexer, Reply
 from transport.protocol.batch import Transmit
 from transport.protocol.events import (
@@ -32,6 +34,7 @@ from transport.protocol.events import (
     Event,
 )
 from transport.protocol.turns import Turns
+from transport.readiness import Alarm, Later, serve_readable
 from transport.socket_filter import FloodGuard
 from transport.udp import RECEIVE_ROOM, Received, UdpSocket
 
@@ -39,9 +42,6 @@ __all__ = ["Driver"]
 
 RECEIVES_PER_TURN = 4
 """Batches, or single datagrams, taken from the socket before their answers are sent."""
-
-SOON = 0.002
-"""An entry of the timer closer than this, in seconds, is taken back when nothing is due then."""
 
 TURN_SECONDS = 0.0005
 """How long to go on taking datagrams, or sending those of one connection, in one turn: what a batch
@@ -85,11 +85,14 @@ class Driver:
         self._on_pumped = on_pumped
         self._pumping: set[ConnectionCore] = set()
         self._again: set[ConnectionCore] = set()
+        self._waiting: dict[ConnectionCore, None] = {}
+        self._later = Later(self._catch_up)
         self._heap: list[tuple[float, int, ConnectionCore]] = []
         self._due: dict[ConnectionCore, float] = {}
         self._order = itertools.count()
-        self._timer_scope: anyio.CancelScope | None = None
-        self._timer_at = math.inf
+        self._alarm = Alarm(self._fire)
+        self.deadlines = Deadlines()
+        """Of those who wait for something of a connection's."""
         self._buffer = bytearray(RECEIVE_ROOM)
         self._busy: dict[ConnectionCore, None] = {}
         self._busier = anyio.Event()
@@ -100,8 +103,10 @@ class Driver:
     async def run(self) -> None:
         """Serve until cancelled."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._receive)
-            tasks.start_soon(self._keep_time)
+            tasks.start_soon(serve_readable, self.socket.raw, self._take)
+            tasks.start_soon(self._later.run)
+            tasks.start_soon(self._alarm.run)
+            tasks.start_soon(self.deadlines.run)
             tasks.start_soon(self._send_backlog)
             tasks.start_soon(self._send_more)
             tasks.start_soon(self._guard.run)
@@ -122,9 +127,10 @@ class Driver:
             self._again.add(core)  # an event's handler wrote something: one more round
             return
         self._pumping.add(core)
+        self._waiting.pop(core, None)
         began = time.monotonic()
         try:
-            with self._contain(core):
+            with _Contained(core):
                 self._flush(core)
             self._report(core)  # its end, where it has just been given up
         finally:
@@ -142,12 +148,6 @@ class Driver:
 
     # -- receiving
 
-    async def _receive(self) -> None:
-        while True:
-            await anyio.wait_readable(self.socket.raw)
-            while self._take():
-                await anyio.lowlevel.checkpoint()
-
     def _take(self) -> bool:
         """Work on what waits for one turn, and send what it calls for; return if more may wait."""
         began = now = time.monotonic()
@@ -162,11 +162,37 @@ class Driver:
         if self.socket.has_errors or not touched:
             self._take_errors()
         for core in touched:
-            self.pump(core)
+            if core.can_wait(now):
+                self._look(core)
+            else:
+                self.pump(core)
         more = self.socket.has_more
         self._turns.looked(now, more=more)
         self._guard.budget.looked(now, more=more)
         return more
+
+    def _look(self, core: ConnectionCore) -> None:
+        """Report what happened on `core`, and leave the rest to whom that wakes, or for later.
+
+        Mostly there is an answer to send then, or the next request, and one look does for both.
+        """
+        self._pumping.add(core)
+        began = time.monotonic()
+        try:
+            with _Contained(core):
+                self._report(core)
+        finally:
+            self._pumping.discard(core)
+        self._charge(core, began)
+        self._waiting[core] = None
+        if core in self._again:
+            self.pump(core)
+        else:
+            self._later.set()
+
+    def _catch_up(self) -> None:
+        for core in list(self._waiting):
+            self.pump(core)
 
     def _handle(self, received: Received, touched: dict[ConnectionCore, None], now: float) -> float:
         """Give datagrams to the connections they belong to; return the time."""
@@ -177,7 +203,7 @@ class Driver:
         else:
             touched[core] = None
             others = []
-            with self._contain(core):
+            with _Contained(core):
                 others = core.receive_batch(self._buffer, size, segment, source, now)
             now = self._charge(core, now)
         for start, stop in others:
@@ -185,7 +211,7 @@ class Driver:
             target = self.demux.route(data, source, now)
             if isinstance(target, ConnectionCore):
                 touched[target] = None
-                with self._contain(target):
+                with _Contained(target):
                     target.receive_datagram(data, source, now)
             elif isinstance(target, Reply):
                 self._send(Transmit(target.data, len(target.data), source))
@@ -207,7 +233,7 @@ class Driver:
         for core in self.demux.connections if unreachable else ():
             address = core.quic.get_peer_address()
             if address is not None and (address[0], address[1]) in unreachable:
-                with self._contain(core):
+                with _Contained(core):
                     core.suspect(now)
                     core.handle_timer(now)
                 self.pump(core)
@@ -226,15 +252,6 @@ class Driver:
             self._report(core)
             if core not in self._again:
                 break
-
-    @contextmanager
-    def _contain(self, core: ConnectionCore) -> Iterator[None]:
-        """Give up a connection that fails inside: its fault must not reach the others."""
-        try:
-            yield
-        except Exception:
-            _log.exception("a connection failed inside and is given up")
-            core.abandon("internal error")
 
     def _send_batches(self, core: ConnectionCore, now: float) -> None:
         end = now + TURN_SECONDS
@@ -315,54 +332,53 @@ class Driver:
             event, self._terminated = self._terminated, anyio.Event()
             event.set()
             return
-        # Deadlines mostly move later; the old entry then fires, finds nothing due, and sets a new
-        # one. Only an earlier deadline needs an entry of its own, and one that takes the place of
-        # an entry about to fire: an acknowledgement held back for 1 ms has mostly left by then.
-        armed = self._due.get(core, math.inf)
-        if due < armed or (due > armed and armed < time.monotonic() + SOON):
+        # Deadlines mostly move later: the old entry then fires, finds nothing due, and sets a new
+        # one. Only an earlier deadline needs an entry of its own.
+        if due < self._due.get(core, math.inf):
             self._due[core] = due
             heapq.heappush(self._heap, (due, next(self._order), core))
-            self._arm()
+            self._alarm.set(due)
 
-    def _arm(self) -> None:
-        """Set the timer to the earliest entry that still holds."""
-        heap = self._heap
-        while heap and self._due.get(heap[0][2]) != heap[0][0]:
-            heapq.heappop(heap)
-        earliest = heap[0][0] if heap else math.inf
-        if earliest != self._timer_at:
-            self._timer_at = earliest
-            if self._timer_scope is not None:
-                self._timer_scope.deadline = _loop_time(earliest)
-
-    async def _keep_time(self) -> None:
-        while True:
-            self._arm()
-            with anyio.CancelScope(deadline=_loop_time(self._timer_at)) as scope:
-                self._timer_scope = scope
-                await anyio.sleep_forever()
-            self._timer_scope = None
-            self._fire(time.monotonic())
-
-    def _fire(self, now: float) -> None:
+    def _fire(self) -> None:
+        now = time.monotonic()
         due: list[ConnectionCore] = []
-        while self._heap and self._heap[0][0] <= now:
-            at, _, core = heapq.heappop(self._heap)
+        heap = self._heap
+        while heap and (heap[0][0] <= now or self._due.get(heap[0][2]) != heap[0][0]):
+            at, _, core = heapq.heappop(heap)
             if self._due.get(core) == at:
                 del self._due[core]
                 due.append(core)
+        if heap:
+            self._alarm.set(heap[0][0])
         for core in due:
             deadline = core.next_deadline()
             if deadline is not None and deadline <= now:
-                with self._contain(core):
+                with _Contained(core):
                     core.handle_timer(now)
                 self.pump(core)
             else:
                 self._schedule(core)
 
 
-def _loop_time(monotonic: float) -> float:
-    """Convert a time of `time.monotonic` to the event loop's clock, which may count otherwise."""
-    if monotonic == math.inf:
-        return math.inf
-    return anyio.current_time() + (monotonic - time.monotonic())
+class _Contained:
+    """Gives up a connection that fails inside: its fault must not reach the others."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: ConnectionCore) -> None:
+        self._core = core
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(exc, Exception):
+            return False
+        _log.exception("a connection failed inside and is given up")
+        self._core.abandon("internal error")
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -138,23 +139,24 @@ class ServiceTable:
         self._services[name] = service
 
     async def _admit(self, connection: Connection, stream: Stream) -> tuple[_Service, Incoming]:
-        with anyio.move_on_after(self._request_timeout):
-            name, value = parse_request(await stream.receive_request(MAX_FRAME))
-            grant = connection.grant
-            if grant is None:
-                raise AccessDenied(
-                    f"service {name!r}", why="this node dialled out and serves nobody"
-                )
-            service = self._services.get(name)
-            if service is None:
-                raise ServiceUnknown(f"service {name!r}", why="this node does not offer it")
-            grant = await decide(
-                self._authorizer,
-                ServiceRequest(connection.peer, name, service.scope, grant),
-                timeout=self._authorizer_timeout,
-            )
-            return service, Incoming(name, value, connection.peer, grant, connection, stream)
-        raise TransportError("a request", why="it was not complete in time")
+        stream.expire_at(
+            time.monotonic() + self._request_timeout,
+            lambda: TransportError("a request", why="it was not complete in time"),
+        )
+        name, value = parse_request(await stream.receive_request(MAX_FRAME))
+        stream.never_expire()
+        grant = connection.grant
+        if grant is None:
+            raise AccessDenied(f"service {name!r}", why="this node dialled out and serves nobody")
+        service = self._services.get(name)
+        if service is None:
+            raise ServiceUnknown(f"service {name!r}", why="this node does not offer it")
+        grant = await decide(
+            self._authorizer,
+            ServiceRequest(connection.peer, name, service.scope, grant),
+            timeout=self._authorizer_timeout,
+        )
+        return service, Incoming(name, value, connection.peer, grant, connection, stream)
 
     async def _answer(self, service: _Service, request: Incoming, scope: anyio.CancelScope) -> None:
         """Answer a call; `scope` ends the task, should the caller give up."""

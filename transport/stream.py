@@ -70,7 +70,8 @@ class Stream(anyio.abc.ByteStream):
         self.timeout = timeout
         """Seconds that one wait on this stream may take."""
         self.core = core
-        self._event = anyio.Event()
+        self._waiters: list[anyio.Event] = []
+        self._expiry: tuple[float, Callable[[], MeshError]] | None = None
         self._reading = anyio.ResourceGuard("reading from this stream")
         self._writing = anyio.ResourceGuard("writing to this stream")
         # A framed stream carries one reply frame towards its opener, before anything else.
@@ -266,8 +267,21 @@ class Stream(anyio.abc.ByteStream):
         """Something about the stream or its connection changed: let those who wait look again."""
         if self._abandoned is not None and self._is_abandoned:
             self._abandoned()
-        event, self._event = self._event, anyio.Event()
-        event.set()
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for event in waiters:
+                event.set()
+
+    def expire_at(self, deadline: float, error: Callable[[], MeshError]) -> None:
+        """Have waits after this raise `error` at `deadline`, of `time.monotonic`.
+
+        Their own time limit holds beside it.
+        """
+        self._expiry = (deadline, error)
+
+    def never_expire(self) -> None:
+        """Take back what `expire_at` has said."""
+        self._expiry = None
 
     def on_abandoned(self, callback: Callable[[], object] | None) -> None:
         """Have `callback` called when the peer gives the stream up, or is gone."""
@@ -434,28 +448,29 @@ class Stream(anyio.abc.ByteStream):
         await self._readable("receive")
         incoming = self.core.incoming
         if incoming.buffered >= LENGTH.size:
-            header: bytes | bytearray = incoming.take(LENGTH.size)
+            (length,) = LENGTH.unpack(incoming.take(LENGTH.size))
+            if length <= min(max_size, incoming.buffered):
+                body = incoming.take(length)
+                self._credit(LENGTH.size + length)
+                return body
             self._credit(LENGTH.size)
         else:
-            header = await self._filled(LENGTH.size)
-        (length,) = LENGTH.unpack(header)
+            (length,) = LENGTH.unpack(await self._filled(LENGTH.size))
         if length > max_size:
             raise ProtocolError(
                 "receiving a message",
                 peer=self.peer,
                 why=f"it announces {length} bytes, and at most {max_size} are accepted here",
             )
-        if incoming.buffered >= length:
-            return self._credit_bytes(incoming.take(length))
         # Grown as the bytes come: a length alone makes us hold nothing.
-        body = bytearray()
+        parts = bytearray()
         try:
-            while len(body) < length:
-                body += await self._filled(min(length - len(body), DEFAULT_CHUNK))
+            while len(parts) < length:
+                parts += await self._filled(min(length - len(parts), DEFAULT_CHUNK))
         except BaseException:
             self._is_half_read = True  # what comes next is no frame
             raise
-        return bytes(body)
+        return bytes(parts)
 
     async def _filled(self, count: int) -> bytearray:
         part = bytearray(count)
@@ -480,7 +495,8 @@ class Stream(anyio.abc.ByteStream):
 
     async def _readable(self, stage: str) -> None:
         """Return when there are bytes to take; raise at the end of the stream and on errors."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        if self.core.is_readable:  # otherwise the wait is cancelled
+            await anyio.lowlevel.checkpoint_if_cancelled()
         while True:
             self._check_readable(stage)
             if self.core.buffered:
@@ -538,10 +554,22 @@ class Stream(anyio.abc.ByteStream):
         )
 
     async def _wait(self, stage: str) -> None:
-        event = self._event
-        with anyio.move_on_after(self.timeout):
-            await event.wait()
-            return
+        """Wait until `wake` is called."""
+        event = anyio.Event()
+        self._waiters.append(event)
+        expiry = self._expiry
+        deadline = time.monotonic() + self.timeout
+        try:
+            await self.connection.deadlines.wait(
+                event, deadline if expiry is None else min(deadline, expiry[0])
+            )
+            if event not in self._waiters:
+                return
+        finally:
+            if event in self._waiters:
+                self._waiters.remove(event)
+        if expiry is not None and expiry[0] <= deadline:
+            raise expiry[1]()
         raise DeadlineExceeded(
             "a stream",
             peer=self.peer,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from pathlib import Path
 
 import anyio
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from auth import (
     AccessDenied,
     AccessRequest,
+    AuthorizedKeys,
     Authorizer,
+    Challenge,
     ConnectRequest,
     Credential,
     Delegation,
@@ -22,6 +25,7 @@ from auth import (
     PeerIdentity,
     SecretKey,
     ServiceRequest,
+    SharedSecret,
     Stage,
     allow_any,
     any_of,
@@ -113,6 +117,44 @@ async def test_a_late_yes_is_a_denial() -> None:
             return ALL
 
     assert (await denial_of(Stubborn(), timeout=0.01)).code == "authorizer-timeout"
+
+
+async def test_who_overrides_an_authorizer_that_answers_at_once_has_a_time_limit_again(
+    tmp_path: Path,
+) -> None:
+    class Slow(AuthorizedKeys):
+        async def authorize(self, request: AccessRequest) -> Grant | Denial:
+            await anyio.sleep_forever()
+            return ALL
+
+    with anyio.fail_after(3):
+        denial = await denial_of(Slow(tmp_path / "authorized_keys"), service("x"), timeout=0.02)
+    assert denial.code == "authorizer-timeout"
+
+
+async def test_what_waits_when_somebody_connects_has_a_time_limit_there() -> None:
+    async def silence() -> None:
+        await anyio.sleep_forever()
+
+    request = ConnectRequest(PEER, "mesh/1", challenge=Challenge(silence))
+    with anyio.fail_after(3):
+        denial = await denial_of(SharedSecret(bytes(range(32))), request, timeout=0.02)
+    assert denial.code == "authorizer-timeout"
+
+
+@pytest.mark.parametrize("stage", [Stage.SERVICE, Stage.MINT, Stage.FETCH])
+async def test_who_is_said_to_answer_at_once_awaits_nothing(stage: Stage, tmp_path: Path) -> None:
+    request = {
+        Stage.SERVICE: service("tensor"),
+        Stage.MINT: MintRequest(PEER, ALL, "read", "x", 1, OTHER),
+        Stage.FETCH: FetchRequest(PEER, ALL, OTHER, 1),
+    }[stage]
+    keys = AuthorizedKeys(tmp_path / "authorized_keys")
+    keys.add(NODE)
+    for authorizer in (allow_any(), deny_all(), keys, SharedSecret(bytes(range(32)))):
+        assert authorizer.authorize.is_prompt  # type: ignore[attr-defined]
+        with pytest.raises(StopIteration):
+            authorizer.authorize(request).send(None)  # type: ignore[attr-defined]
 
 
 async def test_cancelling_the_asker_is_no_answer() -> None:

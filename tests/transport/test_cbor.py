@@ -10,7 +10,7 @@ from typing import Any
 
 import cbor2
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from transport.cbor import MAX_DEPTH, CborValue, decode, encode
@@ -52,6 +52,23 @@ def test_what_is_encoded_is_decoded(value: CborValue) -> None:
     data = encode(value, max_size=MAX)
     assert same(decode(data, max_size=MAX), value)
     assert same(cbor2.loads(data), value)  # as any other implementation reads it
+
+
+NEAR_KEYS = st.sampled_from(["", "a", "b", "aa", "ab", "é", "aé", "zz", "zzz", "a" * 24])
+MAPS = st.recursive(
+    st.integers(0, 1) | st.floats(allow_nan=False) | st.binary(max_size=1),
+    lambda inner: st.dictionaries(NEAR_KEYS, inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(VALUES | MAPS)
+@example({"b": 0, "a": 0})
+@example({"aa": 0, "b": 0})
+@example({"é": 0, "ab": 0})
+@example({"a": [{"b": 1.0}]})
+def test_it_is_encoded_as_a_canonical_encoder_does(value: CborValue) -> None:
+    assert encode(value, max_size=MAX) == cbor2.dumps(value, canonical=True)
 
 
 def test_the_order_of_a_map_does_not_show() -> None:

@@ -151,6 +151,16 @@ class AdaptedConnection(BatchConnection):
         return self._loss.get_probe_timeout()
 
     @property
+    def is_confirmed(self) -> bool:
+        """Whether both sides know that the handshake is complete (RFC 9001 section 4.1.2)."""
+        return self._handshake_confirmed
+
+    def is_acknowledgement_due(self, now: float) -> bool:
+        """Whether the peer is to hear now of what has come."""
+        at = self._spaces[tls.Epoch.ONE_RTT].ack_at
+        return at is not None and at <= now
+
+    @property
     def is_ended(self) -> bool:
         """Whether a close was sent or received, or is about to be sent."""
         return self._close_event is not None

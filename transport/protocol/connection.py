@@ -169,6 +169,19 @@ class ConnectionCore:
         """Whether some stream has data that was never sent, whatever holds it back."""
         return self.quic.has_stream_data
 
+    def can_wait(self, now: float) -> bool:
+        """Whether nothing has to leave at once: what has just come may still be answered first.
+
+        A handshake may not wait. Whoever gives up as soon as it knows its peer would do so before
+        the peer knows it, and be taken for a stranger.
+        """
+        return (
+            self.ended is None
+            and self.quic.is_confirmed
+            and not self.quic.has_stream_data
+            and not self.quic.is_acknowledgement_due(now)
+        )
+
     def batch_to_send(self, now: float) -> Transmit | None:
         """Return the next batch of datagrams that may leave now, None if there is none.
 
@@ -379,13 +392,15 @@ class ConnectionCore:
         if self._stream_limit < (limit := self.quic.stream_limit):
             self._stream_limit = limit
             self._events.append(StreamsAvailable())
-        for stream_id in [i for i in self._blocked if self._has_room(i)]:
-            self._blocked.discard(stream_id)
-            self._events.append(StreamChanged(stream_id))
-        for stream_id, left in list(self._awaiting.items()):
-            if self.quic.unacknowledged(stream_id) <= left or self.quic.is_reset(stream_id):
-                del self._awaiting[stream_id]
+        if self._blocked:
+            for stream_id in [i for i in self._blocked if self._has_room(i)]:
+                self._blocked.discard(stream_id)
                 self._events.append(StreamChanged(stream_id))
+        if self._awaiting:
+            for stream_id, left in list(self._awaiting.items()):
+                if self.quic.unacknowledged(stream_id) <= left or self.quic.is_reset(stream_id):
+                    del self._awaiting[stream_id]
+                    self._events.append(StreamChanged(stream_id))
 
     def _has_room(self, stream_id: int) -> bool:
         return self.quic.unacknowledged(stream_id) < self._send_buffer
