@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import anyio
 
+from auth.cancellation import is_cancelled
 from auth.delegation import PeerIdentity
 from auth.errors import AccessDenied, IdentityError
 from auth.grant import EVERYTHING, Denial, Grant
@@ -331,6 +332,11 @@ async def ask(
         answer: object = await authorizer.authorize(request)
     except Exception:
         _log.exception("authorizer failed on %r", request)
+        return _FAILED
+    except anyio.get_cancelled_exc_class():
+        if await is_cancelled():
+            raise
+        _log.exception("authorizer awaited what was cancelled, on %r", request)
         return _FAILED
     if isinstance(answer, Denial):
         return answer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from auth import AccessDenied, Authorizer, Grant, MeshError, PeerIdentity, ServiceRequest, decide
+from auth.cancellation import is_cancelled
 from transport.cbor import CborValue
 from transport.codes import AppCode
 from transport.errors import ServiceUnknown, TransportError
@@ -129,6 +130,17 @@ class ServiceTable:
         except Exception as error:
             _log.exception("a handler failed on a stream of %s", connection.peer)
             await stream.fail(error)
+        except anyio.get_cancelled_exc_class() as error:
+            try:
+                if await is_cancelled():
+                    raise
+            except BaseException:
+                stream.reset(error)
+                raise
+            _log.exception(
+                "a handler awaited what was cancelled, on a stream of %s", connection.peer
+            )
+            await stream.fail(RuntimeError("what the handler waited for was cancelled"))
         except BaseException as error:
             stream.reset(error)
             raise
