@@ -183,13 +183,21 @@ def test_a_name_that_is_gone_is_told_by_name() -> None:
     assert not has("self", "_no_such_thing")
 
 
+def dialling(quic: AdaptedConnection) -> AdaptedConnection:
+    """Return it with what a connection has from its first packet on."""
+    quic.connect(("127.0.0.1", 1), now=0.0)
+    return quic
+
+
 BATCH_OWNERS: dict[str, Callable[[], object]] = {
-    "quic": lambda: AdaptedConnection(
-        configuration=client_configuration(
-            key(1), "x", max_data=1, max_stream_data=1, idle=1.0, congestion="cubic"
-        ),
-        expected_peer=None,
-        max_streams=0,
+    "quic": lambda: dialling(
+        AdaptedConnection(
+            configuration=client_configuration(
+                key(1), "x", max_data=1, max_stream_data=1, idle=1.0, congestion="cubic"
+            ),
+            expected_peer=None,
+            max_streams=0,
+        )
     ),
     "loss": lambda: OWNERS["self._loss"],
     "space": QuicPacketSpace,

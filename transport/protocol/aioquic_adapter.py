@@ -157,7 +157,7 @@ class AdaptedConnection(BatchConnection):
 
     def is_acknowledgement_due(self, now: float) -> bool:
         """Whether the peer is to hear now of what has come."""
-        at = self._spaces[tls.Epoch.ONE_RTT].ack_at
+        at = self.data_space.ack_at
         return at is not None and at <= now
 
     @property

@@ -246,7 +246,7 @@ class BatchConnection(QuicConnection):
 
         Upstream lets it wait for its own packet: twice the packets where requests alternate.
         """
-        space = self._spaces[tls.Epoch.ONE_RTT]
+        space = self.data_space
         if space.ack_at is not None:
             space.ack_at = min(space.ack_at, now)
 
@@ -333,7 +333,7 @@ class BatchConnection(QuicConnection):
         self._discard_finished_streams()
         self._pacing_at = None  # set again by what comes next, if it is held back
         path = self._network_paths[0]
-        crypto = self._crypto_streams[tls.Epoch.ONE_RTT].sender
+        crypto = self._data_crypto_stream.sender
         streams = self._local_max_streams_bidi
         return bool(
             self._ping_pending
@@ -541,8 +541,11 @@ class BatchConnection(QuicConnection):
 
     def _initialize(self, peer_cid: bytes) -> None:
         super()._initialize(peer_cid)
-        space = self._spaces[tls.Epoch.ONE_RTT]
-        space.received_packets = ReceivedWindow()  # type: ignore[assignment]
+        # Looked up once: to hash an epoch is a call of Python's, and there are dozens a packet.
+        self.data_space = self._spaces[tls.Epoch.ONE_RTT]
+        self.data_crypto = self._cryptos[tls.Epoch.ONE_RTT]
+        self._data_crypto_stream = self._crypto_streams[tls.Epoch.ONE_RTT]
+        self.data_space.received_packets = ReceivedWindow()  # type: ignore[assignment]
 
 
 def _flow_control_error(reason: str) -> QuicConnectionError:

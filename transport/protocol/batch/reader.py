@@ -149,7 +149,7 @@ class BatchReader:
 
     def _hold_acknowledgement(self, count: int, now: float) -> None:
         quic = self._quic
-        space = quic._spaces[tls.Epoch.ONE_RTT]
+        space = quic.data_space
         if space.ack_at is None:
             self._unacknowledged = 0
             space.ack_at = now + quic._ack_delay
@@ -158,7 +158,7 @@ class BatchReader:
             space.ack_at = min(space.ack_at, now)
 
     def _receive_keys(self) -> Keys:
-        context = self._quic._cryptos[tls.Epoch.ONE_RTT].recv
+        context = self._quic.data_crypto.recv
         if self._keys is None or self._keys_of is not context.aead:
             self._keys_of = context.aead
             self._keys = keys_of(context)
@@ -173,7 +173,7 @@ class _Packets:
         self._quic = quic
         self._plain = bytearray()
         self._now = now
-        self._space = quic._spaces[tls.Epoch.ONE_RTT]
+        self._space = quic.data_space
         self._first = 0
         self._last = -1
         self._stream: QuicStream | None = None

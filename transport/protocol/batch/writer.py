@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from aioquic import tls
 from aioquic.quic.connection import QuicConnectionState
 from aioquic.quic.crypto import CryptoContext
 from aioquic.quic.rangeset import RangeSet
@@ -96,13 +95,13 @@ class BatchWriter:
         Sets when pacing lets the next one leave, as upstream's `datagrams_to_send` does.
         """
         quic = self._quic
-        space = quic._spaces[tls.Epoch.ONE_RTT]
+        space = quic.data_space
         is_ack_due = space.ack_at is not None and space.ack_at <= now
         count = self._allowance(now) if self._ready else 0
         if not is_ack_due and count <= 0:
             return None
         size = quic.datagram_size
-        crypto = quic._cryptos[tls.Epoch.ONE_RTT]
+        crypto = quic.data_crypto
         if crypto._update_key_requested:
             crypto._update_key("local_update")
         room = self._scratch.get(max(count, 1) * size)
@@ -142,7 +141,7 @@ class BatchWriter:
     def write_probe(self, size: int, now: float) -> Transmit | None:
         """Return one datagram of `size` bytes that says nothing: its fate does (RFC 8899)."""
         quic = self._quic
-        keys = self._send_keys(quic._cryptos[tls.Epoch.ONE_RTT].send)
+        keys = self._send_keys(quic.data_crypto.send)
         batch = _Batch(quic, keys, bytearray(size), now)
         payload = bytes((PING,)) + bytes(size - Sealer.overhead(quic._peer_cid.cid) - 1)
         batch.add_probe(payload, [(quic.on_probe_delivery, (size,))])
@@ -310,7 +309,7 @@ class _Batch:
         """Bytes of payload that one packet takes."""
         self.packets = 0
         self._eliciting = 0
-        self._space = quic._spaces[tls.Epoch.ONE_RTT]
+        self._space = quic.data_space
         self._on_packet_sent = quic._loss._cc.on_packet_sent
 
     def add(self, payload: bytes, handlers: Handlers, *, eliciting: bool = True) -> None:
