@@ -6,8 +6,9 @@ One key a line::
     <node id> [petname] [scopes=tensor,collective:my-job] [expires=2030-01-31T00:00:00Z]
 
 The file is read again whenever it has changed. A change that can't be read is logged with its line
-and reason, and the last good set stays: a typing error neither locks everybody out nor lets
-anybody in. A file that is gone admits nobody.
+and reason, and the last good set stays, without the keys that no line begins with any more: a
+typing error neither locks everybody out nor lets anybody in, nor keeps anybody in who was removed.
+A file that is gone admits nobody.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from auth.grant import DEFAULT_SCOPES, EVERYTHING, Denial, Grant, check_scopes
 from auth.identity import NodeId, check_petname
 from auth.invite import Invite, InviteBook
 
-__all__ = ["AuthorizedKey", "AuthorizedKeys", "parse_authorized_keys"]
+__all__ = [
+    "AuthorizedKey",
+    "AuthorizedKeys",
+    "Salvage",
+    "parse_authorized_keys",
+    "remove_key",
+    "salvage",
+]
 
 MAX_FILE_BYTES = 1 << 20
 """Some eight thousand lines; it is read within the event loop."""
@@ -81,7 +89,7 @@ class AuthorizedKey:
 
     Raises:
         IdentityError: the petname can't be one, or anybody can sign with the key.
-        ValueError: a scope is malformed, or the time is impossible.
+        ValueError: a scope is malformed, there is none, or the time is impossible.
     """
 
     node_id: NodeId
@@ -93,6 +101,8 @@ class AuthorizedKey:
         if self.node_id.is_weak:
             raise IdentityError(f"authorizing {self.node_id.short}", why="anybody can sign with it")
         object.__setattr__(self, "scopes", check_scopes(self.scopes))
+        if not self.scopes:
+            raise ValueError("there is no scope: a key that may do nothing is not authorized")
         if self.petname is not None:
             check_petname(self.petname)
         if self.expires_at is not None:
@@ -117,27 +127,60 @@ def parse_authorized_keys(text: str) -> tuple[AuthorizedKey, ...]:
     Raises:
         ValueError: a line is malformed, or repeats a key or petname; the text has its number.
     """
-    if text and not text.endswith("\n"):
-        # A line cut short could grant more than it was meant to: "scopes=tensor" of "tensor:put".
-        raise ValueError("the last line does not end with a newline: is it half written?")
-    keys: dict[NodeId, AuthorizedKey] = {}
-    petnames: set[str] = set()
-    for number, line in enumerate(text.split("\n"), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            key = _parse_line(words)
-            if key.node_id in keys:
-                raise ValueError(f"{key.node_id.short} is there twice")
-            if key.petname in petnames:
-                raise ValueError(f"the petname {key.petname!r} is there twice")
-        except (ValueError, IdentityError) as error:
-            raise ValueError(f"line {number}: {error}") from None
-        keys[key.node_id] = key
-        if key.petname is not None:
-            petnames.add(key.petname)
+    keys, complaints = _parse(text)
+    if complaints:
+        raise ValueError(complaints[0])
     return tuple(keys.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What could be read of a file, whatever else is in it.
+
+    Args:
+        names: every node id that a line begins with, with its petname if the line can be read.
+        complaints: what is wrong with the other lines, each with its number.
+    """
+
+    names: dict[NodeId, str | None]
+    complaints: tuple[str, ...]
+
+
+def salvage(path: str | os.PathLike[str]) -> Salvage:
+    """Read what can be read of a file: for taking keys out of it, never for letting any in.
+
+    Raises:
+        IdentityError: the file can't be trusted, or can't be read at all.
+    """
+    try:
+        text = _read(Path(path))
+    except FileNotFoundError:
+        return Salvage({}, ())
+    except (ValueError, OSError) as error:
+        raise _unusable("reading", Path(path), error) from error
+    keys, complaints = _parse(text)
+    names: dict[NodeId, str | None] = {}
+    for word in _first_words(text):
+        with contextlib.suppress(IdentityError):
+            node_id = NodeId.parse(word)
+            names[node_id] = keys[node_id].petname if node_id in keys else None
+    return Salvage(names, tuple(complaints))
+
+
+def remove_key(path: str | os.PathLike[str], node_id: NodeId) -> bool:
+    """Take every line of a key out of a file; return whether there was one.
+
+    Lines that can't be read are left as they are, and stand in the way of nothing.
+
+    Raises:
+        IdentityError: the file can't be trusted, read or written.
+    """
+
+    def without(text: str) -> str | None:
+        named = str(node_id) in _first_words(text)
+        return _with_line(text, node_id, None) if named else None
+
+    return _rewrite(Path(path), without)
 
 
 class AuthorizedKeys:
@@ -179,7 +222,7 @@ class AuthorizedKeys:
         try:
             self._keys = self._load()
         except (ValueError, OSError) as error:
-            raise self._unusable("reading", error) from error
+            raise _unusable("reading", self._path, error) from error
 
     @prompt_after_connect
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
@@ -225,7 +268,7 @@ class AuthorizedKeys:
 
         Raises:
             IdentityError: the petname can't be one or is taken, or the file can't be edited.
-            ValueError: a scope is malformed.
+            ValueError: a scope is malformed, or there is none.
         """
         key = AuthorizedKey(node_id, petname, check_scopes(scopes), expires)
 
@@ -245,10 +288,12 @@ class AuthorizedKeys:
     def remove(self, node_id: NodeId) -> bool:
         """Take a key out of the file; False if it was not there. Subscribers are called.
 
+        Lines that can't be read are left as they are, and stand in the way of nothing.
+
         Raises:
-            IdentityError: the file can't be edited.
+            IdentityError: the file can't be trusted, read or written.
         """
-        removed = self._edit(node_id, lambda _: None)
+        removed = remove_key(self._path, node_id)
         self.poll()
         return removed
 
@@ -281,19 +326,21 @@ class AuthorizedKeys:
         return unsubscribe
 
     def poll(self) -> None:
-        """Read the file if it has changed; one that can't be read is logged and changes nothing."""
+        """Read the file if it has changed; what can't be read is logged, and lets nobody in."""
         with self._lock:
             before = self._keys
             try:
                 self._keys = self._load()
                 self._complaint = None
             except (ValueError, OSError) as error:
+                if isinstance(error, _BrokenLines):
+                    self._keys = {k: key for k, key in before.items() if str(k) in error.words}
                 complaint = str(error)
                 if complaint != self._complaint:
                     _log.error(
                         "%s is left as it was last read, with %d keys: %s",
                         self._path,
-                        len(before),
+                        len(self._keys),
                         complaint,
                     )
                 self._complaint = complaint
@@ -374,24 +421,15 @@ class AuthorizedKeys:
     def _edit(
         self,
         node_id: NodeId,
-        choose: Callable[[dict[NodeId, AuthorizedKey]], AuthorizedKey | None],
-    ) -> bool:
-        """Replace the line of ``node_id`` by the chosen key's; return whether there was one."""
-        try:
-            path = self._path.resolve()
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with locked(path):
-                text = _HEADER
-                with contextlib.suppress(FileNotFoundError):
-                    text = _read(path)
-                present = {key.node_id: key for key in parse_authorized_keys(text)}
-                chosen = choose(present)
-                if chosen is None and node_id not in present:
-                    return False
-                replace_file(path, _with_line(text, node_id, chosen).encode())
-                return node_id in present
-        except (ValueError, OSError) as error:
-            raise self._unusable("editing", error) from error
+        choose: Callable[[dict[NodeId, AuthorizedKey]], AuthorizedKey],
+    ) -> None:
+        """Write the chosen key in the place of the line of ``node_id``, or behind the last."""
+
+        def edited(text: str) -> str:
+            present = {key.node_id: key for key in parse_authorized_keys(text)}
+            return _with_line(text, node_id, choose(present))
+
+        _rewrite(self._path, edited)
 
     def _load(self) -> dict[NodeId, AuthorizedKey]:
         try:
@@ -406,13 +444,12 @@ class AuthorizedKeys:
         except FileNotFoundError:
             self._seen = None
             return {}
-        return {key.node_id: key for key in parse_authorized_keys(text)}
-
-    def _unusable(self, doing: str, error: Exception) -> IdentityError:
-        what = f"{doing} {self._path}"
-        if isinstance(error, OSError):
-            return IdentityError(what, why=error.strerror or str(error))
-        return IdentityError(what, why=str(error), fix="Correct the file.")
+        keys, complaints = _parse(text)
+        if not complaints:
+            return keys
+        if settled or text.endswith("\n"):
+            raise _BrokenLines(complaints[0], _first_words(text))
+        raise ValueError(complaints[0])  # the rest may be about to be written
 
 
 def _fix(machine: NodeId) -> str:
@@ -427,6 +464,14 @@ class _NotSpent(Exception):
     """The invite was used or revoked before."""
 
 
+class _BrokenLines(ValueError):
+    """Lines can't be read; ``words`` are what each line begins with, in lower case."""
+
+    def __init__(self, complaint: str, words: frozenset[str]) -> None:
+        super().__init__(complaint)
+        self.words = words
+
+
 _Stamp = tuple[int, int, int, int]
 
 
@@ -434,21 +479,79 @@ def _stamp(status: os.stat_result) -> _Stamp:
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
 
 
+def _unusable(doing: str, path: Path, error: Exception) -> IdentityError:
+    what = f"{doing} {path}"
+    if isinstance(error, OSError):
+        return IdentityError(what, why=error.strerror or str(error))
+    return IdentityError(what, why=str(error), fix="Correct the file.")
+
+
+def _rewrite(path: Path, edit: Callable[[str], str | None]) -> bool:
+    """Replace the content by what ``edit`` makes of it, if it makes something; say whether."""
+    try:
+        path = path.resolve()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(path):
+            text = _HEADER
+            with contextlib.suppress(FileNotFoundError):
+                text = _read(path)
+            edited = edit(text)
+            if edited is not None:
+                replace_file(path, edited.encode("utf-8", "surrogateescape"))
+            return edited is not None
+    except (ValueError, OSError) as error:
+        raise _unusable("editing", path, error) from error
+
+
 def _read(path: Path) -> str:
     data = read_file(
         path, max_bytes=MAX_FILE_BYTES, refuse_mode=_GROUP_AND_OTHERS_WRITE, follow=True
     )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError("it is not text in UTF-8") from None
+    # What is not UTF-8 is for the parser to complain of, and must be written back as it was.
+    return data.decode("utf-8-sig", "surrogateescape")
+
+
+def _parse(text: str) -> tuple[dict[NodeId, AuthorizedKey], list[str]]:
+    """Return the keys that can be read, and what is wrong with the other lines."""
+    keys: dict[NodeId, AuthorizedKey] = {}
+    petnames: set[str] = set()
+    complaints: list[str] = []
+    if text and not text.endswith("\n"):
+        # A line cut short could grant more than it was meant to: "scopes=tensor" of "tensor:put".
+        complaints.append("the last line does not end with a newline: is it half written?")
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            key = _parse_line(line)
+            if key is None:
+                continue
+            if key.node_id in keys:
+                raise ValueError(f"{key.node_id.short} is there twice")
+            if key.petname in petnames:
+                raise ValueError(f"the petname {key.petname!r} is there twice")
+        except (ValueError, IdentityError) as error:
+            complaints.append(f"line {number}: {error}")
+            continue
+        keys[key.node_id] = key
+        if key.petname is not None:
+            petnames.add(key.petname)
+    return keys, complaints
+
+
+def _first_words(text: str) -> frozenset[str]:
+    lines = (line.partition("#")[0].split() for line in text.split("\n"))
+    return frozenset(words[0].lower() for words in lines if words)
 
 
 def _rights(key: AuthorizedKey) -> tuple[tuple[str, ...], float | None]:
     return key.scopes, key.expires_at
 
 
-def _parse_line(words: list[str]) -> AuthorizedKey:
+def _parse_line(line: str) -> AuthorizedKey | None:
+    if any("\udc80" <= character <= "\udcff" for character in line):
+        raise ValueError("it is not text in UTF-8")
+    words = line.partition("#")[0].split()
+    if not words:
+        return None
     node_id = NodeId.parse(words[0])
     petname: str | None = None
     scopes: tuple[str, ...] = DEFAULT_SCOPES
@@ -486,14 +589,18 @@ def _with_line(text: str, node_id: NodeId, key: AuthorizedKey | None) -> str:
     lines: list[str] = []
     new = [] if key is None else [key.line()]
     # The same lines as the parser's: splitlines() knows more ends, and could make one of a comment.
-    for line in text.split("\n")[:-1]:
+    whole = text.split("\n")
+    unfinished = whole.pop()
+    for line in whole:
         words = line.partition("#")[0].split()
         if words and words[0].lower() == str(node_id):
             lines += new
             new = []
         else:
             lines.append(line)
-    return "".join(f"{line}\n" for line in lines + new)
+    if str(node_id) in _first_words(unfinished):
+        unfinished = ""
+    return "".join(f"{line}\n" for line in lines + new) + unfinished
 
 
 def _petnames(keys: dict[NodeId, AuthorizedKey], *, but: NodeId) -> set[str]:

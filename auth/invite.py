@@ -75,7 +75,7 @@ class Invite:
         Raises:
             IdentityError: the lifetime is not within 0 to 30 days, the petname can't be one, or the
                 scopes are too long in all.
-            ValueError: a scope is malformed.
+            ValueError: a scope is malformed, or there is none.
         """
         if not 0 < lifetime <= MAX_LIFETIME:
             raise IdentityError(
@@ -83,10 +83,13 @@ class Invite:
                 why=f"a lifetime of {lifetime / _DAY:g} days is not within 0 and "
                 f"{MAX_LIFETIME / _DAY:.0f} days",
             )
+        chosen = check_scopes(scopes)
+        if not chosen:
+            raise ValueError("there is no scope: an invite to nothing lets nobody in")
         unsigned = cls(
             issuer=machine_key.node_id,
             nonce=secrets.token_bytes(NONCE_BYTES),
-            scopes=check_scopes(scopes),
+            scopes=chosen,
             expires_at=float(now + lifetime),
             petname=None if petname is None else check_petname(petname),
             signature=b"",

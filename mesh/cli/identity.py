@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import sys
 import time
 from collections.abc import Mapping
 from typing import Annotated
@@ -12,11 +13,11 @@ import typer
 
 from auth import (
     DEFAULT_SCOPES,
-    AuthorizedKeys,
     IdentityError,
     NodeId,
     match_node,
 )
+from auth.authorized_keys import remove_key, salvage
 from auth.grant import check_scopes
 from mesh.cli.output import JsonOption, json_out
 from mesh.cli.signals import held, interruptible
@@ -95,7 +96,8 @@ def allow(
     until = None if expires is None else time.time() + duration(expires)
     names: Mapping[NodeId, str | None] = {}
     if home.exists():
-        names = _names(home, home.authorized_keys(home.key().node_id))
+        entries = home.authorized_keys(home.key().node_id).entries()
+        names = _names(home, {entry.node_id: entry.petname for entry in entries})
     node_id = _known_or_whole(node, names)
     name = name or names.get(node_id)
     if name is not None:
@@ -115,15 +117,21 @@ def deny(
     """Let a node in no longer, and forget it. A running daemon closes its connections."""
     home: Home = context.obj
     machine = home.key().node_id
-    keys = home.authorized_keys(machine)
-    names = _names(home, keys)
+    # Only what can be read: no other line of the file may stand in the way of a revocation.
+    found = salvage(home.authorized_keys_path)
+    names = _names(home, found.names)
     node_id = match_node(node, names)
     label = KnownPeer(node_id, names[node_id]).label
     with held():
-        removed = keys.remove(node_id)
+        removed = remove_key(home.authorized_keys_path, node_id)
         home.peers.forget(node_id)
     print(f"{label} may no longer use this machine" if removed else f"{label} is forgotten")
     print(f"It may still let this machine in. To end that, too, on it: mesh deny {machine.short}")
+    for complaint in salvage(home.authorized_keys_path).complaints:
+        print(
+            f"mesh: {home.authorized_keys_path} still has to be corrected: {complaint}",
+            file=sys.stderr,
+        )
 
 
 def invite(
@@ -174,15 +182,21 @@ def duration(text: str) -> float:
 
 def _scopes(text: str) -> tuple[str, ...]:
     try:
-        return check_scopes(word.strip() for word in text.split(",") if word.strip())
+        scopes = check_scopes(word.strip() for word in text.split(",") if word.strip())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if not scopes:
+        raise typer.BadParameter(
+            "--scopes names no scope; to let a node in no longer there is `mesh deny`"
+        )
+    return scopes
 
 
-def _names(home: Home, keys: AuthorizedKeys) -> Mapping[NodeId, str | None]:
-    from mesh.directory import Directory  # with all of the transport behind it
-
-    return Directory(home.peers, keys).names()
+def _names(home: Home, in_file: Mapping[NodeId, str | None]) -> Mapping[NodeId, str | None]:
+    names = dict(in_file)
+    for node_id, petname in home.peers.petnames().items():
+        names[node_id] = petname or names.get(node_id)
+    return names
 
 
 def _known_or_whole(text: str, names: Mapping[NodeId, str | None]) -> NodeId:

@@ -36,7 +36,7 @@ from auth import (
     Ticket,
     decide,
 )
-from auth.authorized_keys import MAX_FILE_BYTES, parse_authorized_keys
+from auth.authorized_keys import MAX_FILE_BYTES, parse_authorized_keys, remove_key, salvage
 
 MACHINE = SecretKey.from_bytes(bytes(32))
 ALICE = SecretKey.from_bytes(bytes([1]) * 32)
@@ -435,7 +435,7 @@ class TestReload:
         write(path, str(ALICE.node_id))
         os.utime(path, (1e9, 1e9))
         keys.poll()
-        monkeypatch.setattr("auth.authorized_keys.parse_authorized_keys", None)
+        monkeypatch.setattr("auth.authorized_keys._parse", None)
         keys.poll()
         assert len(keys.entries()) == 1
 
@@ -447,7 +447,7 @@ class TestReload:
         keys.subscribe(removed.append)
         write(path, str(ALICE.node_id))
         keys.poll()
-        write(path, str(BOB.node_id), "nonsense")
+        write(path, str(BOB.node_id), f"{ALICE.node_id} scopes=")
         when = time.time() - age
         os.utime(path, (when, when))
         for _ in range(3):
@@ -460,6 +460,31 @@ class TestReload:
         keys.poll()
         assert [entry.node_id for entry in keys.entries()] == [BOB.node_id]
         assert removed == [ALICE.node_id]
+
+    def test_a_broken_edit_keeps_nobody_in_whose_line_is_gone(
+        self, keys: AuthorizedKeys, path: Path
+    ) -> None:
+        removed: list[NodeId] = []
+        keys.subscribe(removed.append)
+        write(path, str(ALICE.node_id), str(BOB.node_id))
+        keys.poll()
+        write(path, str(BOB.node_id), f"{PROGRAM.node_id} scopes=", "nonsense")
+        keys.poll()
+        assert [entry.node_id for entry in keys.entries()] == [BOB.node_id]
+        assert removed == [ALICE.node_id]
+
+    @pytest.mark.parametrize("age", [0, 100])
+    def test_a_half_written_file_is_waited_for(
+        self, keys: AuthorizedKeys, path: Path, age: int
+    ) -> None:
+        write(path, str(ALICE.node_id), str(BOB.node_id))
+        keys.poll()
+        path.write_text(f"{ALICE.node_id}\n{str(BOB.node_id)[:9]}")
+        when = time.time() - age
+        os.utime(path, (when, when))
+        keys.poll()
+        left = {ALICE.node_id} if age else {ALICE.node_id, BOB.node_id}
+        assert {entry.node_id for entry in keys.entries()} == left
 
     @posix
     @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
@@ -579,10 +604,48 @@ class TestEditing:
 
     def test_a_broken_file_is_not_edited(self, keys: AuthorizedKeys, path: Path) -> None:
         write(path, "nonsense")
-        for attempt in (lambda: keys.add(ALICE.node_id), lambda: keys.remove(ALICE.node_id)):
-            with pytest.raises(IdentityError, match="line 1"):
-                attempt()
+        with pytest.raises(IdentityError, match="line 1"):
+            keys.add(ALICE.node_id)
+        assert not keys.remove(ALICE.node_id)
         assert path.read_text() == "nonsense\n"
+
+    @pytest.mark.parametrize(
+        "broken",
+        [b"nonsense\n", b"%b scopes=\n" % str(BOB.node_id).encode(), b"# \xff\n", b"half writ"],
+    )
+    def test_a_key_is_removed_whatever_the_other_lines_are(
+        self, keys: AuthorizedKeys, path: Path, broken: bytes
+    ) -> None:
+        removed: list[NodeId] = []
+        keys.subscribe(removed.append)
+        keys.add(ALICE.node_id)
+        line = f"{ALICE.node_id} alice\n".encode()
+        path.write_bytes(line + line + broken)
+        when = time.time() - 100
+        os.utime(path, (when, when))
+        keys.poll()
+        assert keys.remove(ALICE.node_id)
+        assert path.read_bytes() == broken
+        os.utime(path, (when, when))
+        keys.poll()
+        assert keys.entries() == ()
+        assert removed == [ALICE.node_id]
+
+    def test_a_key_in_a_broken_last_line_is_removed(self, path: Path) -> None:
+        path.write_bytes(f"{BOB.node_id}\n{ALICE.node_id} scopes=".encode())
+        path.chmod(0o600)
+        found = salvage(path)
+        assert set(found.names) == {ALICE.node_id, BOB.node_id}
+        assert "newline" in found.complaints[0]
+        assert "line 2" in found.complaints[1]
+        assert remove_key(path, ALICE.node_id)
+        assert path.read_text() == f"{BOB.node_id}\n"
+        assert salvage(path).complaints == ()
+
+    def test_a_key_without_a_scope_is_refused(self, keys: AuthorizedKeys, path: Path) -> None:
+        with pytest.raises(ValueError, match="no scope"):
+            keys.add(ALICE.node_id, scopes=())
+        assert not path.exists()
 
     def test_a_key_that_anybody_can_sign_with_is_refused(
         self, keys: AuthorizedKeys, path: Path

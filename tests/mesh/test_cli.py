@@ -108,6 +108,24 @@ def test_deny_says_what_is_left(run: Run, home: Home) -> None:
     assert "mesh id" in error
 
 
+def test_deny_works_beside_broken_lines(run: Run, home: Home) -> None:
+    node_id = SecretKey.generate().node_id
+    run("allow", str(node_id), "gpu-a")
+    broken = f"{SecretKey.generate().node_id} scopes=\n"
+    with home.authorized_keys_path.open("a") as file:
+        file.write(broken)
+    run("allow", "gpu-a", code=2)
+    result = run("deny", "gpu-a")
+    assert "gpu-a" in result.stdout
+    assert "is not a scope" in result.stderr
+    left = home.authorized_keys_path.read_text()
+    assert str(node_id) not in left
+    assert left.endswith(broken)
+    # And so does denying the broken line itself.
+    assert run("deny", broken.split()[0]).stderr == ""
+    assert broken not in home.authorized_keys_path.read_text()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -117,6 +135,8 @@ def test_deny_says_what_is_left(run: Run, home: Home) -> None:
         (str(SecretKey.generate().node_id), "a b"),
         (str(SecretKey.generate().node_id), "--scopes", "a b"),
         (str(SecretKey.generate().node_id), "--expires", "tomorrow"),
+        (str(SecretKey.generate().node_id), "--scopes", ""),
+        (str(SecretKey.generate().node_id), "--scopes", " ,"),
     ],
     ids=" ".join,
 )
