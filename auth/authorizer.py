@@ -21,7 +21,7 @@ import anyio
 from auth.cancellation import is_cancelled
 from auth.delegation import PeerIdentity
 from auth.errors import AccessDenied, IdentityError
-from auth.grant import EVERYTHING, Denial, Grant
+from auth.grant import EVERYTHING, Denial, Grant, permits
 from auth.identity import NodeId
 from auth.proof import Challenge
 
@@ -240,11 +240,11 @@ def covered(answer: Grant, request: AccessRequest) -> Grant | Denial:
     ):
         return answer
     scope, machine = request.scope[:64], request.peer.machine_id
-    return Denial(
-        "scope",
-        f"it is not granted the scope {scope!r}",
-        f"Ask that node's owner for it, as by: mesh allow {machine} --scopes ...,{scope}",
-    )
+    fix = f"Ask that node's owner for it, as by: mesh allow {machine} --scopes ...,{scope}"
+    delegation = request.peer.delegation
+    if delegation is not None and not permits(delegation.scopes, request.scope):
+        fix = f"The program asked its machine for less: open its node with scopes=(..., {scope!r})"
+    return Denial("scope", f"it is not granted the scope {scope!r}", fix)
 
 
 def allow_any(scopes: Iterable[str] = (EVERYTHING,)) -> Authorizer:

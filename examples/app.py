@@ -20,7 +20,8 @@ class Members:
 
     async def authorize(self, request: AccessRequest) -> mesh.Grant | Denial:
         """Answer for a connection, and again for each request on it."""
-        # A program goes by its machine, and gets no more than its machine has said.
+        # A program goes by its machine, and gets no more than its machine has said. On an ALPN of
+        # the app's own it goes by its own key.
         if request.peer.machine_id in self.node_ids:
             return self.grant
         return Denial("not-a-member", "this app is for its members, and you are none")

@@ -322,3 +322,13 @@ async def test_a_program_gets_no_more_than_its_delegation_says_whatever_the_auth
     assert grant.expires_at == NOW + 100.0 + CLOCK_SKEW
     whole = await decide(allow_any(), ConnectRequest(PeerIdentity(NODE), "mesh/1"))
     assert whole.permits("tensor:read")
+
+
+async def test_a_program_that_asked_for_too_little_is_told_to_ask_for_more() -> None:
+    machine, program = SecretKey.generate(), SecretKey.generate()
+    delegation = Delegation.issue(machine, program.node_id, ("tensor",), 60.0, NOW)
+    peer = PeerIdentity(program.node_id, delegation)
+    with pytest.raises(AccessDenied) as caught:
+        await decide(allow_any(), ServiceRequest(peer, "greet", "app", TENSOR))
+    assert "scopes=(..., 'app')" in caught.value.fix
+    assert "mesh allow" not in caught.value.fix
