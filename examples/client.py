@@ -1,6 +1,7 @@
 """A client for threads, scripts and notebooks: joins with a ticket, keeps a tensor at the peer."""
 
 import argparse
+import sys
 
 import torch
 
@@ -10,7 +11,13 @@ import mesh.blocking
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ticket", help="what the peer printed: mesh1...")
-    ticket = mesh.Ticket.decode(parser.parse_args().ticket)
+    try:
+        use(mesh.Ticket.decode(parser.parse_args().ticket))
+    except mesh.MeshError as error:
+        sys.exit(str(error))
+
+
+def use(ticket: mesh.Ticket) -> None:
     with mesh.blocking.Node.client(ticket) as node:
         peer = node.connect(ticket.node_id)
         print(f"round trip {1e3 * peer.ping():.2f} ms")

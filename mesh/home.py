@@ -60,6 +60,9 @@ class Home:
             user's data, as in ``~/.local/share/quicmesh``.
         ask_passphrase: called with the key's path, once, when the key is protected and
             ``$MESH_KEY_PASSPHRASE`` is not set; returns None where there is nobody to ask.
+
+    Raises:
+        HomeError: `path` is an empty text, which would be the current directory.
     """
 
     def __init__(
@@ -68,6 +71,12 @@ class Home:
         *,
         ask_passphrase: Callable[[Path], str | None] | None = None,
     ) -> None:
+        if path is not None and not os.fspath(path):
+            raise HomeError(
+                "state directory ''",
+                why="its name is empty",
+                fix="Name one with --home or $MESH_HOME; the current directory is '.'.",
+            )
         self.path = _default() if path is None else Path(path).expanduser().absolute()
         self.peers = PeerBook(self.path / "peers.json")
         self.daemon_lock = FileLock(self.path / "daemon.lock")

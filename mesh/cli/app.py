@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +24,26 @@ from mesh.version import version
 __all__ = ["app"]
 
 
+_OUTPUT_ERRORS = {errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EPIPE, errno.EDQUOT}
+"""What writing to a full disk, a dead terminal or a closed pipe fails with."""
+
+
 class _Group(TyperGroup):
     """Subcommands whose errors end in one clear message and the exit code of their class."""
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        try:
+            try:
+                return super().main(*args, **settings)
+            finally:
+                _flush()  # while what goes wrong can still be said
+        except OSError as error:
+            if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+                raise
+            _give_up_output()
+            if error.errno != errno.EPIPE:  # whoever reads has seen enough
+                print(f"mesh: writing the output: {error.strerror}", file=sys.stderr)
+            sys.exit(1)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -33,6 +53,17 @@ class _Group(TyperGroup):
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _give_up_output() -> None:
+    """See to it that the interpreter does not try once more when it ends."""
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 app = typer.Typer(
@@ -57,7 +88,7 @@ def _show_version(wanted: bool) -> None:
 def _options(
     context: typer.Context,
     home: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--home",
             envvar=ENVIRONMENT,
@@ -73,6 +104,8 @@ def _options(
         ),
     ] = False,
 ) -> None:
+    if home == "":
+        raise typer.BadParameter("--home names no directory; the current one is '.'")
     context.obj = Home(home, ask_passphrase=_ask_passphrase)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from auth import SecretKey, Ticket
 from tests import programs
 from tests.e2e.machines import Daemon, Machine
 from tests.programs import Program
@@ -67,6 +68,16 @@ def test_the_client_without_a_ticket_says_how_it_is_used() -> None:
 
 
 @pytest.mark.e2e
+def test_the_client_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
+    nowhere = Ticket(SecretKey.generate().node_id, (("127.0.0.1", 9),)).encode()
+    for ticket, why in ((nowhere[:-9], "truncated"), (nowhere, "127.0.0.1:9")):
+        done = run_client(ticket, home=tmp_path / "nobody")
+        assert done.returncode == 1
+        assert why in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.e2e
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["fastapi_app", "trio_app", "asyncio_app"])
 def test_the_apps_and_the_client_run_as_printed(kind: str, tmp_path: Path) -> None:
@@ -84,6 +95,7 @@ def test_the_apps_and_the_client_run_as_printed(kind: str, tmp_path: Path) -> No
         stranger = run_client(ticket, home=tmp_path / "nobody")
         assert stranger.returncode != 0
         assert "this app is for its members, and you are none" in stranger.stderr
+        assert "Traceback" not in stranger.stderr
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import mesh.cli.output
 from auth import AccessDenied, IdentityError, MeshError, SecretKey, Ticket
 from mesh.cli.app import app
 from mesh.cli.identity import duration
-from mesh.errors import ConnectTimeout, DeadlineExceeded, TicketError
+from mesh.errors import ConnectTimeout, DeadlineExceeded, HomeError, TicketError
 from mesh.home import Home
 
 Run = Callable[..., Any]
@@ -60,6 +63,35 @@ def test_home_from_the_environment(home: Home) -> None:
     home.create()
     result = CliRunner().invoke(app, ["id"], env={"MESH_HOME": str(home.path)})
     assert result.stdout == f"{home.key().node_id}\n"
+
+
+def test_an_empty_home_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["--home", "", "init"])
+    assert result.exit_code == 2
+    assert "--home" in result.stderr
+    with pytest.raises(HomeError, match="empty"):
+        Home("")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [("id",), ("peers",), ("--version",)])
+def test_output_that_can_not_be_written(
+    home: Home, arguments: tuple[str, ...], unbuffered: str
+) -> None:
+    home.create()
+    command = [sys.executable, "-m", "mesh", "--home", str(home.path), *arguments]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "mesh: writing the output: No space left on device\n"
 
 
 @pytest.mark.parametrize("verb", ["id", "peers", "invite"])
