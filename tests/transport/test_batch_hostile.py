@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tests.profiles import one_in
 from tests.transport.pair import World, connect
+from transport.protocol.batch.frames import FULL_FRAME, FULL_FRAME_TYPE, VARINT_4, VARINT_8
 from transport.protocol.batch.reader import _Packets
-from transport.protocol.batch.sealing import decode_packet_number
-from transport.protocol.batch.writer import FULL_FRAME, VARINT_4, VARINT_8
+from transport.protocol.batch.sealing import Sealer, decode_packet_number
+from transport.protocol.batch.writer import keys_of
 
 
 @pytest.mark.fuzz
@@ -83,7 +84,7 @@ def test_full_frames_repeated_from_before_the_posted_memory_are_not_written_to_i
     plain, opened = bytearray(), []
     for at in (0, size, 4000):
         start = len(plain)
-        plain += FULL_FRAME.pack(0x0C, stream_id | VARINT_4, at | VARINT_8)
+        plain += FULL_FRAME.pack(FULL_FRAME_TYPE, stream_id | VARINT_4, at | VARINT_8)
         plain += (b"new" if at == 4000 else b"old").ljust(size, b"!")
         opened.append((number + len(opened), start, len(plain)))
     packets = _Packets(quic, world.now)
@@ -92,3 +93,41 @@ def test_full_frames_repeated_from_before_the_posted_memory_are_not_written_to_i
     assert memory[:size] == b"new".ljust(size, b"!")
     assert memory[size:] == b"." * (300_000 - size)
     assert packets.eliciting == 3
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("landed", "after"), [(8, 4000), (8, 5000), (8, 11_000), (2, 6000)], ids=str
+)
+def test_nothing_is_opened_over_what_has_landed(landed: int, after: int) -> None:
+    """Once more what has come already, or what came too late: what follows belongs elsewhere."""
+    world = World()
+    dialer, listener = connect(world)
+    stream_id = dialer.open(bytes(4000), fin=False).stream_id
+    assert world.run(lambda: len(listener.inbox.get(stream_id, b"")) == 4000)
+    memory = bytearray(300_000)
+    listener.core.post(listener.core.streams[stream_id], memoryview(memory))
+    data = random.Random(1).randbytes(20_000)
+    peer = dialer.core.quic
+
+    def send(offsets: list[int]) -> None:
+        sealer = Sealer(
+            keys_of(peer.data_crypto.send), peer._peer_cid.cid, spin=False, room=bytearray(1 << 16)
+        )
+        frames = [
+            FULL_FRAME.pack(FULL_FRAME_TYPE, stream_id | VARINT_4, at | VARINT_8)
+            + data[at - 4000 : at - 3000]
+            for at in offsets
+        ]
+        for frame in frames:
+            segment = sealer.add(peer._packet_number, frame)
+            peer._packet_number += 1
+        batch = bytearray(sealer.finish())
+        others = listener.core.receive_batch(
+            batch, len(batch), segment, dialer.host.address, world.now
+        )
+        assert others == []
+
+    send([4000 + 1000 * at for at in range(8) if at < landed or at > 2])
+    send([after, *(12_000 + 1000 * at for at in range(4))])
+    assert memory == data[:12_000] + bytes(288_000)

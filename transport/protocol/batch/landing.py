@@ -8,11 +8,11 @@ From the last packet to the first, the data of each covers what its successor le
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
 
+from transport.protocol.batch.frames import FULL_FRAME, FULL_FRAME_TYPE, VARINT_4, VARINT_8
 from transport.protocol.batch.sealing import (
     FIXED_BIT,
     PACKET_NUMBER_SIZE,
@@ -22,23 +22,7 @@ from transport.protocol.batch.sealing import (
     unmask,
 )
 
-__all__ = [
-    "FULL_FRAME",
-    "VARINT_4",
-    "VARINT_8",
-    "WITH_OFFSET",
-    "Expected",
-    "data_room",
-    "land_packets",
-]
-
-FULL_FRAME = struct.Struct("!BIQ")
-"""A STREAM frame that fills its packet: type, stream id in 4 bytes, offset in 8."""
-VARINT_4 = 0x80000000
-VARINT_8 = 0xC000000000000000
-WITH_OFFSET = 0x0C
-"""The type of a STREAM frame that has an offset, and neither a length nor a FIN."""
-
+__all__ = ["Expected", "data_room", "land_packets"]
 
 LEAST = 4
 """With fewer packets left there is nothing to win."""
@@ -77,16 +61,9 @@ def land_packets(
     count = min(len(data) // segment, (len(expected.target) - FULL_FRAME.size) // max(room, 1))
     if room <= 0 or count < LEAST:
         return range(0)
-    numbers = [
-        (number & 0xFFFF).to_bytes(PACKET_NUMBER_SIZE, "big")
-        for number in range(expected.number, expected.number + count)
-    ]
-    first_byte = _common_header(
-        keys, data, range(0, count * segment, segment), destination, numbers
-    )
-    if first_byte is None:
+    prefix = _prefix(keys, data, destination, expected.number)
+    if prefix is None:
         return range(0)
-    prefix = first_byte + destination
     decrypt, iv, number = keys.aead.decrypt_into, keys.iv, expected.number
     target, unpack = expected.target, FULL_FRAME.unpack_from
     stream_id, offset = expected.stream_id | VARINT_4, expected.offset | VARINT_8
@@ -95,13 +72,14 @@ def land_packets(
     for at in range(count - 1, -1, -1):
         body, place = at * segment + body_at, at * room
         protected = data[body : body + length + TAG_SIZE]
+        header = prefix + (number + at & 0xFFFF).to_bytes(PACKET_NUMBER_SIZE, "big")
         nonce = (iv ^ number + at).to_bytes(12, "big")
         try:
-            decrypt(nonce, protected, prefix + numbers[at], target[place : place + length])
+            decrypt(nonce, protected, header, target[place : place + length])
             kind, found_id, begin = unpack(target, place)
         except InvalidTag:
             kind = found_id = begin = 0
-        if begin != offset + place or found_id != stream_id or kind != WITH_OFFSET:
+        if begin != offset + place or found_id != stream_id or kind != FULL_FRAME_TYPE:
             if at < count - 1:
                 first = at + 1
                 break
@@ -116,19 +94,20 @@ def data_room(segment: int, destination: bytes) -> int:
     return segment - header - TAG_SIZE - FULL_FRAME.size
 
 
-def _common_header(
-    keys: Keys, data: memoryview, starts: range, destination: bytes, numbers: list[bytes]
-) -> bytes | None:
-    """Return the first byte that all packets have, if their headers differ in `numbers` alone."""
+def _prefix(keys: Keys, data: memoryview, destination: bytes, number: int) -> bytes | None:
+    """Return what stands before the packet numbers if the first packet has `number`, else None.
+
+    Of the others no header is looked at: each is authenticated with its packet, and a packet whose
+    header is not the expected one does not open.
+    """
     number_at = 1 + len(destination)
-    firsts, highs, lows = unmask(keys, data, starts, number_at).columns
-    together = b"".join(numbers)
-    if (
-        firsts[0] & ~SPIN_BIT != FIXED_BIT | keys.phase << 2 | PACKET_NUMBER_SIZE - 1
-        or firsts != firsts[:1] * len(starts)
-        or together[0::2] != highs
-        or together[1::2] != lows
-        or any(data[at + 1 : at + number_at] != destination for at in starts)
-    ):
-        return None
-    return firsts[:1]
+    first, high, low = (
+        column[0]
+        for column in unmask(keys, data, range(0, len(data), len(data)), number_at).columns
+    )
+    is_expected = (
+        first & ~SPIN_BIT == FIXED_BIT | keys.phase << 2 | PACKET_NUMBER_SIZE - 1
+        and high << 8 | low == number & 0xFFFF
+        and data[1:number_at] == destination
+    )
+    return bytes((first,)) + destination if is_expected else None

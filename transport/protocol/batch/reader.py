@@ -21,14 +21,17 @@ from aioquic.quic.recovery import MAX_ACK_RANGES
 from aioquic.quic.stream import QuicStream, StreamFinishedError
 
 from transport.protocol.batch.acknowledging import acknowledge_runs
-from transport.protocol.batch.landing import (
+from transport.protocol.batch.frames import (
     FULL_FRAME,
+    FULL_FRAME_TYPE,
+    STREAM,
     VARINT_4,
     VARINT_8,
-    Expected,
-    data_room,
-    land_packets,
+    WITH_FIN,
+    WITH_LENGTH,
+    WITH_OFFSET,
 )
+from transport.protocol.batch.landing import Expected, data_room, land_packets
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.scratch import Scratch
 from transport.protocol.batch.sealing import Keys, Opened, open_packets
@@ -40,8 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["BatchReader"]
 
 PADDING, PING, ACK = 0x00, 0x01, 0x02
-FIRST_STREAM_TYPE, LAST_STREAM_TYPE = 0x08, 0x0F
-WITH_OFFSET, WITH_LENGTH, WITH_FIN = 0x04, 0x02, 0x01
 UINT_VAR_MAX = (1 << 62) - 1
 
 MAX_RANGES_READ = 256
@@ -195,9 +196,11 @@ class _Packets:
         if stream is None or self._fin or last < self._first:
             return None
         receiver = ReceivePart.of(stream)
-        # What lies in front of the next data has to have come just now: nobody looks at it yet.
+        # What lies in front of the next data has to have come just now, and not once more: what has
+        # been delivered may be looked at, and may go on behind it.
         if (
             last < self._space.largest_received_packet
+            or self._start < receiver.delivered
             or self._stop - self._start < FULL_FRAME.size
             or receiver.target is None
             or receiver.is_finished
@@ -225,52 +228,8 @@ class _Packets:
     def take_all(self, opened: list[Opened], plain: bytearray) -> None:
         """Take packets, in this order, whose payloads are in `plain`."""
         self._plain = plain
-        at = 0
-        while at < len(opened):
-            self._take(*opened[at])
-            at = self._go_on(opened, at + 1)
-
-    def _go_on(self, opened: list[Opened], at: int) -> int:
-        """Take packets as long as each is the next one, with the next bytes of the same stream.
-
-        Nearly all of a bulk transfer's are. Returns which is the first that is not.
-        """
-        stream, last = self._stream, self._last
-        if stream is None or last < self._first or last < self._space.largest_received_packet:
-            return at
-        receiver = ReceivePart.of(stream)
-        target, target_start = receiver.target, receiver.target_start
-        if target is None or receiver.is_finished or self._stop < target_start:
-            return at  # what was repeated may lie before the memory that is posted now
-        began, size = at, FULL_FRAME.size
-        plain, unpack = memoryview(self._plain), FULL_FRAME.unpack_from
-        wanted, offset = self._stream_id | VARINT_4, self._stop
-        room = receiver.target_stop - offset
-        while at < len(opened) and not self._fin:
-            number, start, stop = opened[at]
-            if number != last + 1 or stop - start <= size:
-                break
-            kind, stream_id, begin = unpack(plain, start)
-            start += size
-            count = stop - start
-            if (
-                kind & ~WITH_FIN != FIRST_STREAM_TYPE | WITH_OFFSET
-                or stream_id != wanted
-                or begin != offset | VARINT_8
-                or count > room
-            ):
-                break
-            position = offset - target_start
-            target[position : position + count] = plain[start:stop]
-            offset += count
-            room -= count
-            last = number
-            at += 1
-            if kind & WITH_FIN:
-                self._fin = True
-        self._stop, self._last = offset, last
-        self.eliciting += at - began
-        return at
+        for number, start, stop in opened:
+            self._take(number, start, stop)
 
     def _take(self, number: int, start: int, stop: int) -> None:
         """Take the packet `number`, whose payload is ``plain[start:stop]``."""
@@ -287,7 +246,7 @@ class _Packets:
         plain = self._plain
         kind = plain[start]
         if (
-            kind & 0xFE == FIRST_STREAM_TYPE | WITH_OFFSET
+            kind & ~WITH_FIN == FULL_FRAME_TYPE
             and stop - start > FULL_FRAME.size
             and plain[start + 1] >> 6 == 2
             and plain[start + 5] >> 6 == 3
@@ -393,7 +352,7 @@ class _Packets:
                 if after is None:
                     return self._other(at, stop) or eliciting
                 at = after
-            elif FIRST_STREAM_TYPE <= kind <= LAST_STREAM_TYPE:
+            elif kind & ~(WITH_OFFSET | WITH_LENGTH | WITH_FIN) == STREAM:
                 after = self._stream_frame(kind, at + 1, stop)
                 if after is None:
                     return self._other(at, stop) or eliciting

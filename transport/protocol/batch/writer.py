@@ -14,7 +14,14 @@ from aioquic.quic.crypto import CryptoContext
 from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.stream import QuicStream
 
-from transport.protocol.batch.landing import FULL_FRAME, VARINT_4, VARINT_8, WITH_OFFSET
+from transport.protocol.batch.frames import (
+    FULL_FRAME,
+    FULL_FRAME_TYPE,
+    VARINT_4,
+    VARINT_8,
+    WITH_FIN,
+    WITH_LENGTH,
+)
 from transport.protocol.batch.scratch import Scratch
 from transport.protocol.batch.sealing import MIN_PAYLOAD, Bytes, Keys, Sealer
 from transport.protocol.batch.sending import SendPart
@@ -29,8 +36,6 @@ MAX_BATCH_BYTES = 1_040_000
 MAX_BATCH_PACKETS = 88
 """What is made at once: half a millisecond's work."""
 
-STREAM_LENGTH = 0x02
-STREAM_FIN = 0x01
 ACK = 0x02
 PING = 0x01
 
@@ -191,7 +196,7 @@ class BatchWriter:
             first, piece = sender.piece_at(position)
             piece_stop = first + len(piece)
             payloads: list[tuple[Bytes, ...]] = []
-            kind = WITH_OFFSET
+            kind = FULL_FRAME_TYPE
             start, last = position, position + full * room
             while position < last:
                 stop = position + room
@@ -202,11 +207,11 @@ class BatchWriter:
                     first, piece = sender.piece_at(stop - 1)
                     piece_stop = first + len(piece)
                 if stop == sender._buffer_fin:
-                    kind |= STREAM_FIN
+                    kind |= WITH_FIN
                 payloads.append((pack(kind, base, position | VARINT_8), data))
                 position = stop
-            batch.add_frames(payloads, sender, start, room, fin=kind & STREAM_FIN > 0)
-            self._took(stream, position, fin=kind & STREAM_FIN > 0)
+            batch.add_frames(payloads, sender, start, room, fin=kind & WITH_FIN > 0)
+            self._took(stream, position, fin=kind & WITH_FIN > 0)
             return
 
     def _compose(self, batch: _Batch, parts: list[bytes], handlers: Handlers) -> bool:
@@ -223,7 +228,7 @@ class BatchWriter:
             fin = stop == sender._buffer_fin
             if room < 0 or stop < start or (stop == start and not fin) or not sender.can_read():
                 continue
-            kind = WITH_OFFSET | fin
+            kind = FULL_FRAME_TYPE | fin
             length = b""
             if stop - start < room:
                 # Others may follow, so that this one has to say where it ends.
@@ -231,9 +236,9 @@ class BatchWriter:
                 if stop - start + len(length) > room:
                     stop -= len(length)
                     fin = False
-                    kind = WITH_OFFSET
+                    kind = FULL_FRAME_TYPE
                     length = _varint(stop - start)
-                kind |= STREAM_LENGTH
+                kind |= WITH_LENGTH
             parts += (bytes((kind,)), head, length, bytes(sender.read(start, stop)))
             handlers.append((sender.on_data_delivery, (start, stop, fin)))
             left -= 1 + len(head) + len(length) + stop - start
