@@ -44,6 +44,7 @@ from transport.errors import (
     Unreachable,
 )
 from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused, PeerRevoked
+from transport.offers import check_alpn, check_handler, check_offer
 from transport.pool import Pool
 from transport.protocol import ConnectionCore, Demultiplexer
 from transport.protocol.aioquic_adapter import (
@@ -270,19 +271,33 @@ class Endpoint:
     # -- what is offered
 
     def register_service(self, name: str, handler: StreamHandler, *, scope: str) -> None:
-        """Offer a service on streams to peers whose grant covers `scope`."""
+        """Offer a service on streams to peers whose grant covers `scope`.
+
+        Raises:
+            TransportError: the name is taken or can't be one, the scope is malformed, or `handler`
+                can't be called.
+        """
+        check_offer("service", name, handler, scope)
         self._services.register(name, handler, scope=scope)
 
     def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
+        """Offer a call, one value in and one value out, to peers whose grant covers `scope`.
+
+        Raises:
+            TransportError: as `register_service`.
+        """
+        check_offer("call", name, handler, scope)
         self._services.register_call(name, handler, scope=scope)
 
     def register_alpn(self, alpn: str, handler: AlpnHandler) -> None:
         """Serve a protocol of the app's own beside the mesh's, to peers the authorizer admits.
 
         Raises:
-            TransportError: the name is taken.
+            TransportError: the name is taken or is not 1 to 255 printable ASCII characters, or
+                `handler` can't be called.
         """
+        check_alpn("registering", alpn)
+        check_handler(f"registering ALPN {alpn!r}", handler)
         if alpn == MESH_ALPN or alpn in self._protocols:
             raise TransportError(f"registering ALPN {alpn!r}", why="that name is taken")
         self._protocols[alpn] = handler
@@ -325,7 +340,9 @@ class Endpoint:
             Unreachable: no address led to it; the text has each with its own error.
             ConnectTimeout: the time ran out.
             AddressError: `target` is this node itself.
+            TransportError: `alpn` can't be the name of a protocol.
         """
+        check_alpn("connecting with", alpn)
         if isinstance(target, NodeId):
             target = PeerAddress(target)
         if self._closing:

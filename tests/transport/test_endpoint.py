@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -496,6 +496,31 @@ async def test_a_quota_of_streams_is_kept_and_named() -> None:
                 await connection.call("echo", 1, timeout=0.2)
             hold.set()
         assert await connection.call("echo", 1) == 1
+
+
+async def test_what_no_peer_could_ask_for_is_refused_where_it_is_registered() -> None:
+    node: Any
+    async with endpoint() as node:
+        for alpn in ("", "x" * 256, "\u00e9", "a\n", 5, None):
+            with pytest.raises(TransportError, match="printable ASCII"):
+                node.register_alpn(alpn, _never)
+            with pytest.raises(TransportError, match="printable ASCII"):
+                await node.connect(SecretKey.generate().node_id, alpn=alpn)
+        with pytest.raises(TransportError, match="can't be called"):
+            node.register_alpn("app/1", None)
+        for register in (node.register_call, node.register_service):
+            for name in ("", "x" * 129, "x" * 70_000, 5, None):
+                with pytest.raises(TransportError, match="1 to 128 characters") as caught:
+                    register(name, _never, scope="x")
+                assert len(str(caught.value)) < 256
+            for scope in ("", "a b", 5, None, "x" * 129):
+                with pytest.raises(TransportError, match="scope"):
+                    register("app", _never, scope=scope)
+            with pytest.raises(TransportError, match="can't be called"):
+                register("app", "not a function", scope="x")
+        assert node.services == ("echo",)
+        node.register_alpn("x" * 255, _never)
+        node.register_call("x" * 128, _never, scope="x:y")
 
 
 # -- protocols of the app's own
