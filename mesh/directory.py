@@ -7,6 +7,7 @@ node without a home keeps all of it in memory.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -33,7 +34,11 @@ MAX_REMEMBERED = 4096
 SEEN_RESOLUTION = 300.0
 """Seconds between two notes in the peers book when nothing but the time has changed."""
 
-_TICKET_PREFIX = "mesh1"
+_TICKET = re.compile(r"mesh(1|[2-9][a-z2-7]{32})", re.IGNORECASE)
+"""How a ticket begins; one of another version is told from a name by its length."""
+
+MAX_SHOWN = 64
+"""Characters of an unusable name that an error shows: the longest name has as many."""
 
 _Value = TypeVar("_Value")
 
@@ -85,7 +90,7 @@ class Directory:
         if isinstance(target, str):
             text = target.strip()
             names = self.names()
-            if text.lower().startswith(_TICKET_PREFIX) and text not in names.values():
+            if _TICKET.match(text) and text not in names.values():
                 target = Ticket.decode(text)
             else:
                 target = _match(text, names)
@@ -174,6 +179,12 @@ def _match(text: str, names: Mapping[NodeId, str | None]) -> NodeId:
             typed = text.lower()
             if any(str(n).startswith(typed) or n.short.startswith(typed) for n in names):
                 raise error from None
+            if len(text) > MAX_SHOWN:
+                raise UnknownPeer(
+                    f"connection to '{text[:MAX_SHOWN]}...'",
+                    why=f"{len(text)} characters are too many for a name or a node id",
+                    fix="Use a ticket, which begins with mesh1, or see `mesh peers`.",
+                ) from None
             raise UnknownPeer(
                 f"connection to '{text}'",
                 why=error.why,

@@ -14,6 +14,7 @@ import anyio
 
 from auth import (
     DEFAULT_SCOPES,
+    AccessDenied,
     AuthorizedKeys,
     Authorizer,
     Credential,
@@ -97,6 +98,8 @@ class Node:
         self._secret = secret
         self._key = key
         self._delegation = delegation
+        self._is_passing = False
+        """Whether the key was drawn for this run, so that it is of no use to let it in by name."""
         self._config = config or EndpointConfig()
         self._tensors = _load_tensors() if tensors else None
         self._lanes: Lanes | None = None
@@ -175,7 +178,7 @@ class Node:
         delegation = None
         if key is None and where.exists():
             key, delegation = where.program(tuple(scopes), PROGRAM_LIFETIME)
-        return cls(
+        node = cls(
             key=key or SecretKey.generate(),
             authorizer=deny_all(),
             config=config,
@@ -186,6 +189,8 @@ class Node:
             secret=secret,
             shared_memory=shared_memory,
         )
+        node._is_passing = key is None
+        return node
 
     @classmethod
     def worker(
@@ -458,6 +463,8 @@ class Node:
             except MeshError as error:
                 pause = backoff.pause()
                 left = min(deadline - anyio.current_time(), self._returns.seconds_left(node_id))
+                if isinstance(error, AccessDenied) and self._is_passing:
+                    error.fix = _invite_fix(error.fix)
                 if once or pause >= left or not isinstance(error, Unreachable):
                     self.directory.failed(node_id, error)
                     if error.after is not None:  # of all tries, and not of the last alone
@@ -510,6 +517,16 @@ class Node:
 def _may_be_dialled(connection: Connection) -> bool:
     # Programs come and go under ever new keys: nobody will look for one that came in.
     return connection.outbound or connection.peer.delegation is None
+
+
+def _invite_fix(fix: str | None) -> str | None:
+    """Return what a program with a key of this run alone can do, where it is told to have it in."""
+    if fix is None or "mesh allow" not in fix:
+        return fix
+    return (
+        "This program's key is new at each start: it needs an invite each time (`mesh invite` on "
+        "that machine prints one), or a machine's key to act under (`mesh init`, `mesh join`)."
+    )
 
 
 def _load_tensors() -> Tensors:

@@ -37,6 +37,11 @@ NO_ANSWER = "no answer"
 
 _FIX = "Is the peer running there, and does a firewall let its UDP port through?"
 
+_ANSWERED_FIX = (
+    "Something answers there, but not as was asked: does the address still lead to that peer, and "
+    "does it offer the protocol?"
+)
+
 _SILENCE_FIX = (
     "Nothing came back, not even a refusal: the host is off or elsewhere, or UDP is blocked on the "
     "way. Let UDP to the peer's port in over there (such as: sudo ufw allow PORT/udp) and out here."
@@ -158,7 +163,8 @@ class _Flight:
         self.connection: Connection | None = None
         self.error: MeshError | None = None
         self._attempts: dict[SocketAddress, str] = {}
-        self._answered = False
+        self._strangers = 0
+        """Addresses where something spoke and did not prove to be the peer."""
         self._attempt = attempt
         self._elsewhere = elsewhere
         self._explain = explain
@@ -181,17 +187,22 @@ class _Flight:
             said = self._explain(address) if what == NO_ANSWER else None
             attempts[format_address(address)] = said or what
         tried = "; ".join(f"{address}: {what}" for address, what in attempts.items())
-        is_silent = bool(attempts) and set(attempts.values()) == {NO_ANSWER}
         error = kind(
             "connecting",
             peer=self.target.node_id.short,
             after=after,
             why=tried or "no address was tried",
-            fix=_SILENCE_FIX if is_silent else _FIX,
+            fix=self._advice(attempts),
         )
         error.attempts = attempts
-        error.answered = self._answered
+        error.answered = self._strangers > 0
         return error
+
+    def _advice(self, attempts: dict[str, str]) -> str:
+        if attempts and set(attempts.values()) == {NO_ANSWER}:
+            return _SILENCE_FIX
+        # Where everything answers no firewall is in the way.
+        return _ANSWERED_FIX if attempts and self._strangers == len(attempts) else _FIX
 
     def drop_orphan(self) -> None:
         """Close a connection that no caller took, unless it is one that others can find."""
@@ -220,7 +231,7 @@ class _Flight:
             race.cancel()
         except MeshError as error:
             self._attempts[address] = error.why or error.what
-            self._answered = self._answered or isinstance(error, IdentityError | ProtocolError)
+            self._strangers += isinstance(error, IdentityError | ProtocolError)
             failed.set()
         else:
             self._land(connection, race)

@@ -34,9 +34,9 @@ def machine(home: Path) -> Node:
     return Node(key=key, authorizer=where.authorized_keys(key.node_id), home=where, config=LOOPBACK)
 
 
-def program(*tickets: object, home: Path) -> Node:
+def program(*tickets: object, home: Path, key: SecretKey | None = None) -> Node:
     """A program's node."""
-    return Node.client(*tickets, home=home, config=LOOPBACK)  # type: ignore[arg-type]
+    return Node.client(*tickets, home=home, key=key, config=LOOPBACK)  # type: ignore[arg-type]
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:

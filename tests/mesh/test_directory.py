@@ -44,6 +44,21 @@ def test_ticket_brings_its_addresses_and_invite(book: PeerBook) -> None:
         assert (where.node_id, where.addresses, invite) == (node_id, (HERE, THERE), b"invite")
 
 
+def test_a_ticket_of_another_version_is_called_so(book: PeerBook) -> None:
+    text = Ticket(some_id(), (HERE,)).encode().replace("mesh1", "mesh2", 1)
+    for form in (text, text.upper()):
+        with pytest.raises(TicketError, match="version 2"):
+            Directory(book).resolve(form)
+    with pytest.raises(UnknownPeer):
+        Directory(book).resolve("mesh2-gpu")
+
+
+def test_what_is_far_too_long_is_not_repeated(book: PeerBook) -> None:
+    with pytest.raises(UnknownPeer, match="5000 characters") as caught:
+        Directory(book).resolve("x" * 5000)
+    assert len(str(caught.value)) < 256
+
+
 def test_names_come_from_book_and_authorized_keys(book: PeerBook, tmp_path: Path) -> None:
     keys = AuthorizedKeys(tmp_path / "authorized_keys")
     both, only_keys, only_book = some_id(), some_id(), some_id()

@@ -200,6 +200,19 @@ async def test_a_refused_peer_is_told_what_to_do(tmp_path: Path) -> None:
         assert "another: mesh invite" in (caught.value.fix or "")
 
 
+async def test_a_program_whose_key_is_new_each_time_is_told_to_use_an_invite(
+    tmp_path: Path,
+) -> None:
+    async with machine(tmp_path) as there:
+        async with program(home=tmp_path / "nobody") as here:
+            with pytest.raises(AccessDenied, match="needs an invite each time") as caught:
+                await here.connect(there.ticket())
+            assert "mesh allow" not in str(caught.value)
+        async with program(home=tmp_path / "nobody", key=SecretKey.generate()) as here:
+            with pytest.raises(AccessDenied, match="mesh allow"):
+                await here.connect(there.ticket())
+
+
 async def test_leaving_is_told() -> None:
     async with node() as there:
         async with node() as here:

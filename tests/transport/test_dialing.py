@@ -208,6 +208,20 @@ async def test_where_nothing_comes_back_the_firewalls_are_named() -> None:
             assert "blocked" not in str(caught.value), "a refusal came through"
 
 
+async def test_where_something_else_answers_no_firewall_is_blamed() -> None:
+    with closed() as refused:
+        async with endpoint() as listener, endpoint() as dialer:
+            stranger = SecretKey.generate().node_id
+            there = ("127.0.0.1", listener.port)
+            for target, alpn in ((at(listener), "nope/1"), (PeerAddress(stranger, (there,)), None)):
+                with pytest.raises(Unreachable, match="Something answers there") as caught:
+                    await dialer.connect(target, alpn=alpn or "mesh/1")
+                assert "firewall" not in str(caught.value)
+                assert caught.value.answered
+            with pytest.raises(Unreachable, match="firewall"):
+                await dialer.connect(PeerAddress(stranger, (refused, there)))
+
+
 async def test_a_firewall_of_this_host_is_named() -> None:
     with silent() as address:
         async with endpoint() as dialer:
