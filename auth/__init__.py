@@ -5,7 +5,7 @@ Knows no torch, no network, and no files but its own.
 
 from __future__ import annotations
 
-from auth.authorized_keys import AuthorizedKey, AuthorizedKeys
+from auth.authorized_keys import AuthorizedKeys
 from auth.authorizer import (
     AccessRequest,
     Authorizer,
@@ -34,6 +34,7 @@ from auth.grant import ADMIN, DEFAULT_SCOPES, Denial, Grant, Quotas, permits
 from auth.identity import NodeId, SecretKey, match_node
 from auth.invite import Invite, InviteBook
 from auth.keyfile import load_key, load_or_create_key, save_key
+from auth.keys_file import AuthorizedKey
 from auth.policies import all_of, by_alpn, by_service, callback
 from auth.proof import Challenge
 from auth.shared_secret import SharedSecret

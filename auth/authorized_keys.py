@@ -1,10 +1,5 @@
 """The file of keys that may enter, as an authorizer that follows every edit of it.
 
-One key a line::
-
-    # anything behind a '#' is a comment
-    <node id> [petname] [scopes=tensor,collective:my-job] [expires=2030-01-31T00:00:00Z]
-
 The file is read again whenever it has changed. A change that can't be read is logged with its line
 and reason, and the last good set stays, without the keys that no line begins with any more: a
 typing error neither locks everybody out nor lets anybody in, nor keeps anybody in who was removed.
@@ -19,8 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import anyio.to_thread
@@ -33,34 +26,26 @@ from auth.authorizer import (
     prompt_after_connect,
 )
 from auth.delegation import PeerIdentity
-from auth.encoding import check_time
 from auth.errors import IdentityError
-from auth.files import locked, read_file, replace_file
 from auth.grant import DEFAULT_SCOPES, EVERYTHING, Denial, Grant, check_scopes
-from auth.identity import NodeId, check_petname
+from auth.identity import NodeId
 from auth.invite import Invite, InviteBook
+from auth.keys_file import (
+    AuthorizedKey,
+    first_words,
+    parse_authorized_keys,
+    parse_lines,
+    read_keys_file,
+    remove_key,
+    rewrite,
+    unusable,
+    with_line,
+)
 
-__all__ = [
-    "AuthorizedKey",
-    "AuthorizedKeys",
-    "Salvage",
-    "parse_authorized_keys",
-    "remove_key",
-    "salvage",
-]
-
-MAX_FILE_BYTES = 1 << 20
-"""Some eight thousand lines; it is read within the event loop."""
-
-_GROUP_AND_OTHERS_WRITE = 0o022
+__all__ = ["AuthorizedKeys"]
 
 # Within this time of a change a second one may leave the same time stamp: the file is read again.
 _TIMESTAMP_DOUBT_NS = 1_000_000_000
-
-_HEADER = """\
-# Nodes that may use this one. Changes take effect at once.
-# <node id> [petname] [scopes=tensor,collective] [expires=2030-01-31T00:00:00Z]
-"""
 
 _BAD_INVITE = Denial(
     "invite",
@@ -75,112 +60,6 @@ _BAD_DELEGATION = Denial(
 _BAD_SOURCE = Denial("source", "the source of the fetch is not among the authorized keys")
 
 _log = logging.getLogger("quicmesh.auth")
-
-
-@dataclass(frozen=True, slots=True)
-class AuthorizedKey:
-    """One line of the file.
-
-    Args:
-        node_id: whose key.
-        petname: what this node calls it; unique in the file.
-        scopes: what it may do.
-        expires_at: Unix time in seconds from which it may not; None for never.
-
-    Raises:
-        IdentityError: the petname can't be one, or anybody can sign with the key.
-        ValueError: a scope is malformed, there is none, or the time is impossible.
-    """
-
-    node_id: NodeId
-    petname: str | None = None
-    scopes: tuple[str, ...] = DEFAULT_SCOPES
-    expires_at: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.node_id.is_weak:
-            raise IdentityError(f"authorizing {self.node_id.short}", why="anybody can sign with it")
-        object.__setattr__(self, "scopes", check_scopes(self.scopes))
-        if not self.scopes:
-            raise ValueError("there is no scope: a key that may do nothing is not authorized")
-        if self.petname is not None:
-            check_petname(self.petname)
-        if self.expires_at is not None:
-            check_time(self.expires_at)
-
-    def line(self) -> str:
-        """Return the line, as :func:`parse_authorized_keys` reads it, without its end."""
-        parts = [str(self.node_id)]
-        if self.petname is not None:
-            parts.append(self.petname)
-        if self.scopes != check_scopes(DEFAULT_SCOPES):
-            parts.append("scopes=" + ",".join(self.scopes))
-        if self.expires_at is not None:
-            when = datetime.fromtimestamp(self.expires_at, UTC).isoformat()
-            parts.append("expires=" + when.replace("+00:00", "Z"))
-        return " ".join(parts)
-
-
-def parse_authorized_keys(text: str) -> tuple[AuthorizedKey, ...]:
-    """Read the content of a file.
-
-    Raises:
-        ValueError: a line is malformed, or repeats a key or petname; the text has its number.
-    """
-    keys, complaints = _parse(text)
-    if complaints:
-        raise ValueError(complaints[0])
-    return tuple(keys.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Salvage:
-    """What could be read of a file, whatever else is in it.
-
-    Args:
-        names: every node id that a line begins with, with its petname if the line can be read.
-        complaints: what is wrong with the other lines, each with its number.
-    """
-
-    names: dict[NodeId, str | None]
-    complaints: tuple[str, ...]
-
-
-def salvage(path: str | os.PathLike[str]) -> Salvage:
-    """Read what can be read of a file: for taking keys out of it, never for letting any in.
-
-    Raises:
-        IdentityError: the file can't be trusted, or can't be read at all.
-    """
-    try:
-        text = _read(Path(path))
-    except FileNotFoundError:
-        return Salvage({}, ())
-    except (ValueError, OSError) as error:
-        raise _unusable("reading", Path(path), error) from error
-    keys, complaints = _parse(text)
-    names: dict[NodeId, str | None] = {}
-    for word in _first_words(text):
-        with contextlib.suppress(IdentityError):
-            node_id = NodeId.parse(word)
-            names[node_id] = keys[node_id].petname if node_id in keys else None
-    return Salvage(names, tuple(complaints))
-
-
-def remove_key(path: str | os.PathLike[str], node_id: NodeId) -> bool:
-    """Take every line of a key out of a file; return whether there was one.
-
-    Lines that can't be read are left as they are, and stand in the way of nothing.
-
-    Raises:
-        IdentityError: the file can't be trusted, read or written.
-    """
-
-    def without(text: str) -> str | None:
-        named = str(node_id) in _first_words(text)
-        return _with_line(text, node_id, None) if named else None
-
-    return _rewrite(Path(path), without)
 
 
 class AuthorizedKeys:
@@ -222,7 +101,7 @@ class AuthorizedKeys:
         try:
             self._keys = self._load()
         except (ValueError, OSError) as error:
-            raise _unusable("reading", self._path, error) from error
+            raise unusable("reading", self._path, error) from error
 
     @prompt_after_connect
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
@@ -427,9 +306,9 @@ class AuthorizedKeys:
 
         def edited(text: str) -> str:
             present = {key.node_id: key for key in parse_authorized_keys(text)}
-            return _with_line(text, node_id, choose(present))
+            return with_line(text, node_id, choose(present))
 
-        _rewrite(self._path, edited)
+        rewrite(self._path, edited)
 
     def _load(self) -> dict[NodeId, AuthorizedKey]:
         try:
@@ -440,15 +319,15 @@ class AuthorizedKeys:
             # be used is not read again either, until it changes.
             settled = abs(time.time_ns() - stamp[0]) > _TIMESTAMP_DOUBT_NS
             self._seen = stamp if settled else None
-            text = _read(self._path)
+            text = read_keys_file(self._path)
         except FileNotFoundError:
             self._seen = None
             return {}
-        keys, complaints = _parse(text)
+        keys, complaints = parse_lines(text)
         if not complaints:
             return keys
         if settled or text.endswith("\n"):
-            raise _BrokenLines(complaints[0], _first_words(text))
+            raise _BrokenLines(complaints[0], first_words(text))
         raise ValueError(complaints[0])  # the rest may be about to be written
 
 
@@ -479,128 +358,8 @@ def _stamp(status: os.stat_result) -> _Stamp:
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
 
 
-def _unusable(doing: str, path: Path, error: Exception) -> IdentityError:
-    what = f"{doing} {path}"
-    if isinstance(error, OSError):
-        return IdentityError(what, why=error.strerror or str(error))
-    return IdentityError(what, why=str(error), fix="Correct the file.")
-
-
-def _rewrite(path: Path, edit: Callable[[str], str | None]) -> bool:
-    """Replace the content by what ``edit`` makes of it, if it makes something; say whether."""
-    try:
-        path = path.resolve()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(path):
-            text = _HEADER
-            with contextlib.suppress(FileNotFoundError):
-                text = _read(path)
-            edited = edit(text)
-            if edited is not None:
-                replace_file(path, edited.encode("utf-8", "surrogateescape"))
-            return edited is not None
-    except (ValueError, OSError) as error:
-        raise _unusable("editing", path, error) from error
-
-
-def _read(path: Path) -> str:
-    data = read_file(
-        path, max_bytes=MAX_FILE_BYTES, refuse_mode=_GROUP_AND_OTHERS_WRITE, follow=True
-    )
-    # What is not UTF-8 is for the parser to complain of, and must be written back as it was.
-    return data.decode("utf-8-sig", "surrogateescape")
-
-
-def _parse(text: str) -> tuple[dict[NodeId, AuthorizedKey], list[str]]:
-    """Return the keys that can be read, and what is wrong with the other lines."""
-    keys: dict[NodeId, AuthorizedKey] = {}
-    petnames: set[str] = set()
-    complaints: list[str] = []
-    if text and not text.endswith("\n"):
-        # A line cut short could grant more than it was meant to: "scopes=tensor" of "tensor:put".
-        complaints.append("the last line does not end with a newline: is it half written?")
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            key = _parse_line(line)
-            if key is None:
-                continue
-            if key.node_id in keys:
-                raise ValueError(f"{key.node_id.short} is there twice")
-            if key.petname in petnames:
-                raise ValueError(f"the petname {key.petname!r} is there twice")
-        except (ValueError, IdentityError) as error:
-            complaints.append(f"line {number}: {error}")
-            continue
-        keys[key.node_id] = key
-        if key.petname is not None:
-            petnames.add(key.petname)
-    return keys, complaints
-
-
-def _first_words(text: str) -> frozenset[str]:
-    lines = (line.partition("#")[0].split() for line in text.split("\n"))
-    return frozenset(words[0].lower() for words in lines if words)
-
-
 def _rights(key: AuthorizedKey) -> tuple[tuple[str, ...], float | None]:
     return key.scopes, key.expires_at
-
-
-def _parse_line(line: str) -> AuthorizedKey | None:
-    if any("\udc80" <= character <= "\udcff" for character in line):
-        raise ValueError("it is not text in UTF-8")
-    words = line.partition("#")[0].split()
-    if not words:
-        return None
-    node_id = NodeId.parse(words[0])
-    petname: str | None = None
-    scopes: tuple[str, ...] = DEFAULT_SCOPES
-    expires_at: float | None = None
-    seen: set[str] = set()
-    for word in words[1:]:
-        name, equals, value = word.partition("=")
-        name = name if equals else "petname"
-        if name in seen:
-            raise ValueError(f"{word!r} is a second {name}")
-        seen.add(name)
-        if not equals:
-            petname = word
-        elif name == "scopes":
-            scopes = tuple(value.split(","))
-        elif name == "expires":
-            expires_at = _parse_time(value)
-        else:
-            raise ValueError(f"{name!r} is no option; there are scopes= and expires=")
-    return AuthorizedKey(node_id, petname, scopes, expires_at)
-
-
-def _parse_time(text: str) -> float:
-    example = "one looks like 2030-01-31T00:00:00Z"
-    try:
-        when = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a time; {example}") from None
-    if when.tzinfo is None:
-        raise ValueError(f"{text!r} has no time zone; {example}")
-    return when.timestamp()
-
-
-def _with_line(text: str, node_id: NodeId, key: AuthorizedKey | None) -> str:
-    lines: list[str] = []
-    new = [] if key is None else [key.line()]
-    # The same lines as the parser's: splitlines() knows more ends, and could make one of a comment.
-    whole = text.split("\n")
-    unfinished = whole.pop()
-    for line in whole:
-        words = line.partition("#")[0].split()
-        if words and words[0].lower() == str(node_id):
-            lines += new
-            new = []
-        else:
-            lines.append(line)
-    if str(node_id) in _first_words(unfinished):
-        unfinished = ""
-    return "".join(f"{line}\n" for line in lines + new) + unfinished
 
 
 def _petnames(keys: dict[NodeId, AuthorizedKey], *, but: NodeId) -> set[str]:

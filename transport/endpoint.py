@@ -44,7 +44,7 @@ from transport.errors import (
     Unreachable,
 )
 from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused, PeerRevoked
-from transport.offers import check_alpn, check_handler, check_offer
+from transport.offers import ProtocolTable, check_alpn
 from transport.pool import Pool
 from transport.protocol import ConnectionCore, Demultiplexer
 from transport.protocol.aioquic_adapter import (
@@ -145,7 +145,7 @@ class Endpoint:
         )
         self._turns = Turns()
         self._reception = Reception(self._services.serve, self._turns)
-        self._protocols: dict[str, AlpnHandler] = {}
+        self._protocols = ProtocolTable(MESH_ALPN)
         self._connections: dict[ConnectionCore, Connection] = {}
         self._whereabouts = Whereabouts()
         self._observers: list[Callable[[EndpointEvent], object]] = []
@@ -177,7 +177,7 @@ class Endpoint:
             on_pumped=self._pumped,
         )
         self._driving = anyio.CancelScope(shield=True)
-        self._dialer = Dialer(self._tasks, self._why_silent)
+        self._dialer = Dialer(self._tasks, sock.why_refused)
         if sock.warning is not None and self.config.listen:
             _warn_once(sock.warning)
         try:
@@ -274,33 +274,21 @@ class Endpoint:
         """Offer a service on streams to peers whose grant covers `scope`.
 
         Raises:
-            TransportError: the name is taken or can't be one, the scope is malformed, or `handler`
-                can't be called.
+            TransportError: `name`, `handler` or `scope` can't be one, or the name is taken.
         """
-        check_offer("service", name, handler, scope)
         self._services.register(name, handler, scope=scope)
 
     def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call, one value in and one value out, to peers whose grant covers `scope`.
-
-        Raises:
-            TransportError: as `register_service`.
-        """
-        check_offer("call", name, handler, scope)
+        """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
         self._services.register_call(name, handler, scope=scope)
 
     def register_alpn(self, alpn: str, handler: AlpnHandler) -> None:
         """Serve a protocol of the app's own beside the mesh's, to peers the authorizer admits.
 
         Raises:
-            TransportError: the name is taken or is not 1 to 255 printable ASCII characters, or
-                `handler` can't be called.
+            TransportError: `alpn` or `handler` can't be one, or the name is taken.
         """
-        check_alpn("registering", alpn)
-        check_handler(f"registering ALPN {alpn!r}", handler)
-        if alpn == MESH_ALPN or alpn in self._protocols:
-            raise TransportError(f"registering ALPN {alpn!r}", why="that name is taken")
-        self._protocols[alpn] = handler
+        self._protocols.register(alpn, handler)
 
     # -- peers
 
@@ -462,17 +450,13 @@ class Endpoint:
         self._welcome(connection)
         return connection
 
-    def _why_silent(self, address: SocketAddress) -> str | None:
-        refusal = self._driver.socket.refused.get(address)
-        return None if refusal is None else refusal.why
-
     def _make_listener(
         self, original: bytes, retried: bytes | None, address: SocketAddress, now: float
     ) -> ConnectionCore:
         quic = AdaptedConnection(
             configuration=server_configuration(
                 self._key,
-                [MESH_ALPN, *self._protocols],
+                self._protocols.names,
                 max_data=STRANGER_WINDOW,
                 max_stream_data=self.config.stream_window,
                 idle=QUIC_IDLE_TIMEOUT,

@@ -16,6 +16,7 @@ from transport.cbor import CborValue
 from transport.codes import AppCode
 from transport.errors import ServiceUnknown, TransportError
 from transport.frames import MAX_FRAME, ok_reply, parse_request
+from transport.offers import check_offer
 from transport.stream import Stream
 
 if TYPE_CHECKING:
@@ -82,7 +83,13 @@ class ServiceTable:
         return tuple(sorted(self._services))
 
     def register(self, name: str, handler: StreamHandler, *, scope: str) -> None:
-        """Offer a service on streams to peers whose grant covers `scope`."""
+        """Offer a service on streams to peers whose grant covers `scope`.
+
+        Raises:
+            TransportError: the name is taken or can't be one, the scope is malformed, or `handler`
+                can't be called.
+        """
+        check_offer("service", name, handler, scope)
 
         async def serve(request: Incoming) -> CborValue:
             await handler(request)
@@ -91,7 +98,8 @@ class ServiceTable:
         self._add(name, _Service(serve, scope, is_call=False))
 
     def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call to peers whose grant covers `scope`."""
+        """Offer a call to peers whose grant covers `scope`. Raises as `register`."""
+        check_offer("call", name, handler, scope)
         self._add(name, _Service(handler, scope, is_call=True))
 
     async def serve(self, connection: Connection, stream: Stream) -> None:

@@ -23,6 +23,7 @@ from transport.errors import (
     TransportError,
 )
 from transport.frames import LENGTH, MAX_FRAME, error_reply, frame, ok_reply, parse_reply
+from transport.looks import LookStep
 from transport.protocol import StreamCore
 
 if TYPE_CHECKING:
@@ -34,13 +35,6 @@ DEFAULT_CHUNK = 65536
 
 POST_BYTES = 1 << 16
 """Memory of this size and more is posted for what is to come: below, a copy costs less."""
-
-LEAST_STEP, GREATEST_STEP = 1 << 18, 1 << 22
-"""How much of a bulk transfer moves between two looks at it, in bytes: less when it is slow, so
-that a deadline can be kept to, more when it is fast, as a look costs as much as a batch."""
-
-LOOK_SECONDS = 0.005
-"""What should pass between two looks."""
 
 _log = logging.getLogger("quicmesh.transport")
 
@@ -342,7 +336,7 @@ class Stream(anyio.abc.ByteStream):
         await self._check_writable()
         core, connection = self.core, self.connection
         told = 0
-        step = _Step()
+        step = LookStep()
         part = connection.core.lend(core, view, is_intact, AppCode.INTERNAL)
         try:
             connection.pump()
@@ -411,7 +405,7 @@ class Stream(anyio.abc.ByteStream):
         self._check_readable("receive")
         start = core.incoming.consumed
         goal = start + len(target)
-        step = _Step()
+        step = LookStep()
         connection.core.post(core, target)
         told = come = start
         try:
@@ -586,27 +580,6 @@ class Stream(anyio.abc.ByteStream):
     def _credit(self, count: int) -> None:
         if self.connection.core.consumed(self.core, count):
             self.connection.pump()
-
-
-class _Step:
-    """Suits the distance between two looks at a transfer to its speed."""
-
-    def __init__(self) -> None:
-        self._size = LEAST_STEP
-        self._at = time.monotonic()
-
-    def after(self, done: int, total: int) -> int:
-        """Return how many bytes should have moved at the next look, when `done` have."""
-        return min((done // self._size + 1) * self._size, total)
-
-    def looked(self) -> None:
-        """A look was taken."""
-        now = time.monotonic()
-        if now - self._at < LOOK_SECONDS:
-            self._size = min(2 * self._size, GREATEST_STEP)
-        else:
-            self._size = max(self._size // 2, LEAST_STEP)
-        self._at = now
 
 
 def _ignore(count: int) -> None:

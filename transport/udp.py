@@ -276,6 +276,11 @@ class UdpSocket:
             break
         return True
 
+    def why_refused(self, address: SocketAddress) -> str | None:
+        """Return why this host sends nothing to `address`, None if it does or was not asked to."""
+        refusal = self.refused.get(address)
+        return None if refusal is None else refusal.why
+
     def errors(self) -> list[SocketAddress]:
         """Return the destinations that the network has reported unreachable since last asked.
 

@@ -17,8 +17,8 @@ from auth import (
     NodeId,
     match_node,
 )
-from auth.authorized_keys import remove_key, salvage
 from auth.grant import check_scopes
+from auth.keys_file import remove_key, salvage
 from mesh.cli.output import JsonOption, json_out
 from mesh.cli.signals import held, interruptible
 from mesh.errors import NotRunning

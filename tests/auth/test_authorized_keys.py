@@ -36,7 +36,7 @@ from auth import (
     Ticket,
     decide,
 )
-from auth.authorized_keys import MAX_FILE_BYTES, parse_authorized_keys, remove_key, salvage
+from auth.keys_file import MAX_FILE_BYTES, parse_authorized_keys, remove_key, salvage
 
 MACHINE = SecretKey.from_bytes(bytes(32))
 ALICE = SecretKey.from_bytes(bytes([1]) * 32)
@@ -435,7 +435,7 @@ class TestReload:
         write(path, str(ALICE.node_id))
         os.utime(path, (1e9, 1e9))
         keys.poll()
-        monkeypatch.setattr("auth.authorized_keys._parse", None)
+        monkeypatch.setattr("auth.authorized_keys.parse_lines", None)
         keys.poll()
         assert len(keys.entries()) == 1
 

@@ -23,8 +23,8 @@ from auth import (
     certificate_for,
     node_id_of_certificate,
 )
-from auth.authorized_keys import parse_authorized_keys
 from auth.encoding import base32_decode, base32_encode, cbor_decode, cbor_encode
+from auth.keys_file import parse_authorized_keys
 from tests.parsers.parser import Parser, texts
 
 __all__ = ["PARSERS", "node_ids", "petnames", "scopes"]
@@ -184,8 +184,8 @@ PARSERS = [
         is_canonical=False,  # either case, white space anywhere
     ),
     Parser(
-        name="auth.authorized_keys",
-        covers=("auth.authorized_keys.parse_authorized_keys",),
+        name="auth.keys_file",
+        covers=("auth.keys_file.parse_authorized_keys",),
         form="text",
         values=_authorized_keys,
         write=lambda keys: "".join(f"{key.line()}\n" for key in keys),

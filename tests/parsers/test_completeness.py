@@ -39,6 +39,8 @@ ELSEWHERE = {
         "tests/transport/test_batch_hostile.py"
         "::test_packet_numbers_are_what_aioquic_takes_them_for",
     ),
+    "auth.keys_file.parse_lines": "what parse_authorized_keys is made of",
+    "auth.keys_file.read_keys_file": "bytes of a file of this machine, not looked at",
     "auth.shared_secret.SharedSecret.verify": (
         "tests/auth/test_shared_secret.py::test_other_bytes_are_no_proof",
         "tests/auth/test_shared_secret.py::test_a_tag_holds_for_its_own_transcript_and_side_alone",
@@ -51,6 +53,8 @@ EXEMPT = {
     "auth.identity.SecretKey.from_bytes": "a secret of this machine; any 32 bytes are one",
     "auth.keyfile.load_key": "a file of this machine that others can't write, or it is refused",
     "auth.keyfile.load_or_create_key": "the same file",
+    "auth.keys_file.parse_lines": "what parse_authorized_keys is made of",
+    "auth.keys_file.read_keys_file": "bytes of a file of this machine, not looked at",
     "auth.shared_secret.SharedSecret.from_passphrase": "words of this machine's user",
     "tensor_bridge.reading.read_into": "a client of the wire messages; raw bytes are not parsed",
     "transport.admission.Admission.receive_introduction": "reads a hello, by Hello.from_value",
