@@ -39,8 +39,6 @@ ELSEWHERE = {
         "tests/transport/test_batch_hostile.py"
         "::test_packet_numbers_are_what_aioquic_takes_them_for",
     ),
-    "auth.keys_file.parse_lines": "what parse_authorized_keys is made of",
-    "auth.keys_file.read_keys_file": "bytes of a file of this machine, not looked at",
     "auth.shared_secret.SharedSecret.verify": (
         "tests/auth/test_shared_secret.py::test_other_bytes_are_no_proof",
         "tests/auth/test_shared_secret.py::test_a_tag_holds_for_its_own_transcript_and_side_alone",
