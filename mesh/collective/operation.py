@@ -126,13 +126,18 @@ class Operation:
     def _awaited(self) -> tuple[int, ...]:
         """Return whom to blame: those from whom nothing came, or else those with anything open.
 
-        A rank that waits itself has sent its first message; one that is not there has not.
+        A rank that waits itself has sent its first message; one that is not there has not. Whose
+        time ran out a moment sooner may have broken the group by now, and ended what was open.
         """
-        absent = {peer for peer, posted in self._receives.items() if not posted[0].done}
+        absent = {peer for peer, posted in self._receives.items() if not _arrived(posted[0])}
         for table in (self._receives, self._sends):
             if not absent:
-                absent = {peer for peer, posted in table.items() if not all(t.done for t in posted)}
+                absent = {peer for peer, posted in table.items() if not all(map(_arrived, posted))}
         return tuple(sorted(absent))
+
+
+def _arrived(transfer: Transfer) -> bool:
+    return transfer.done and transfer.error is None
 
 
 def expect(expected: Header, peer: int, exchange: Exchange, what: str) -> Check:

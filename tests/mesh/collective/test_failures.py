@@ -71,6 +71,26 @@ def test_timeout_names_the_sleeper_and_nobody_else(
         assert "node-1" not in str(error)
 
 
+def test_timeout_names_the_sleeper_when_another_rank_has_just_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = MemoryNetwork(3)
+
+    def wait(transfer: Transfer, deadline: float) -> None:
+        network.ranks[0].fail(CollectiveTimeout("the same on rank 1", ranks=(2,)))
+        raise TimeoutError
+
+    with pytest.raises(CollectiveTimeout) as caught, start(network, 0, sum_of(1)) as op:
+        start(network, 1, sum_of(1)).send(0, memoryview(bytearray(4)))
+        receipts = [op.receive(peer, memoryview(bytearray(4))) for peer in (1, 2)]
+        assert receipts[0].done
+        monkeypatch.setattr(Transfer, "wait", wait)
+        op.wait(receipts[1:])
+    assert receipts[1].done
+    assert caught.value.ranks == (2,)
+    assert "rank 2 (node-2) is still awaited" in str(caught.value)
+
+
 def test_timeout_of_a_sender_names_who_does_not_receive() -> None:
     network = MemoryNetwork(3)
 
