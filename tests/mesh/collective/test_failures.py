@@ -80,11 +80,12 @@ def test_timeout_names_the_sleeper_when_another_rank_has_just_given_up(
         network.ranks[0].fail(CollectiveTimeout("the same on rank 1", ranks=(2,)))
         raise TimeoutError
 
-    with pytest.raises(CollectiveTimeout) as caught, start(network, 0, sum_of(1)) as op:
-        start(network, 1, sum_of(1)).send(0, memoryview(bytearray(4)))
-        receipts = [op.receive(peer, memoryview(bytearray(4))) for peer in (1, 2)]
-        assert receipts[0].done
-        monkeypatch.setattr(Transfer, "wait", wait)
+    op = start(network, 0, sum_of(1))
+    start(network, 1, sum_of(1)).send(0, memoryview(bytearray(4)))
+    receipts = [op.receive(peer, memoryview(bytearray(4))) for peer in (1, 2)]
+    assert receipts[0].done
+    monkeypatch.setattr(Transfer, "wait", wait)
+    with pytest.raises(CollectiveTimeout) as caught:
         op.wait(receipts[1:])
     assert receipts[1].done
     assert caught.value.ranks == (2,)
