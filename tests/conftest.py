@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import anyio
 import pytest
 from hypothesis import is_hypothesis_test
 
-from tests import cancelling, profiles
+from tests import cancelling, profiles, turns
 
 profiles.register()
 
@@ -43,6 +44,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: takes minutes; run with --slow"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return turns.workers(config, os.cpu_count() or 1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Give each test its turn; the wait for it is no part of the test's own time."""
+    with turns.turn(item.config, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

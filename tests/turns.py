@@ -1,0 +1,55 @@
+"""Who may run now, of the processes that share a run of the suite.
+
+Most tests wait more than they compute, and many run beside each other. Those marked ``alone``
+measure what a neighbour would change: rates, shares of the processors, waits of milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["turn", "workers"]
+
+MOST_WORKERS = 8
+"""Each has PyTorch loaded, and so has the process that forks its programs."""
+
+
+def workers(config: pytest.Config, cores: int) -> int:
+    """Return how many processes share this run; 0 is this one alone.
+
+    That is so unless the whole suite is run: what is named runs where one can watch it, and what is
+    slow measures whole machines.
+    """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not whole or config.getoption("--slow") or sys.platform == "win32":
+        return 0
+    return min(cores + max(1, cores // 2), MOST_WORKERS)
+
+
+@contextlib.contextmanager
+def turn(config: pytest.Config, *, alone: bool) -> Iterator[None]:
+    """Wait until a test may begin: beside those of other processes, or with none of them running.
+
+    Whoever waits to be alone keeps others from beginning. A process that dies gives up its turn.
+    """
+    if not hasattr(config, "workerinput"):
+        yield
+        return
+    shared = Path(config.option.basetemp).parent
+    with (shared / "room").open("w") as room:
+        with (shared / "door").open("w") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            # Closing it does not do when a process that the test has forked has it open as well.
+            fcntl.flock(room, fcntl.LOCK_UN)
