@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -44,6 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: takes minutes; run with --slow"))
+    if hasattr(config, "workerinput"):
+        # First and in one go, so that it is once that the other processes wait.
+        items.sort(key=turns.is_alone, reverse=True)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,10 +56,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Give each test its turn; the wait for it is no part of the test's own time."""
-    with turns.turn(item.config, alone=item.get_closest_marker("alone") is not None):
+    with turns.turn(item, nextitem):
         return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what is there now: looking at all of it takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -10,13 +10,14 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["turn", "workers"]
+__all__ = ["is_alone", "turn", "workers"]
 
 MOST_WORKERS = 8
 """Each has PyTorch loaded, and so has the process that forks its programs."""
@@ -34,22 +35,42 @@ def workers(config: pytest.Config, cores: int) -> int:
     return min(cores + max(1, cores // 2), MOST_WORKERS)
 
 
+_room: IO[str] | None = None
+"""What this process keeps locked from one test that is alone to the next."""
+
+
 @contextlib.contextmanager
-def turn(config: pytest.Config, *, alone: bool) -> Iterator[None]:
+def turn(item: pytest.Item, following: pytest.Item | None) -> Iterator[None]:
     """Wait until a test may begin: beside those of other processes, or with none of them running.
 
     Whoever waits to be alone keeps others from beginning. A process that dies gives up its turn.
     """
-    if not hasattr(config, "workerinput"):
+    global _room
+    if not hasattr(item.config, "workerinput"):
         yield
         return
-    shared = Path(config.option.basetemp).parent
-    with (shared / "room").open("w") as room:
-        with (shared / "door").open("w") as door:
-            fcntl.flock(door, fcntl.LOCK_EX)
-            fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        try:
-            yield
-        finally:
-            # Closing it does not do when a process that the test has forked has it open as well.
+    room, _room = _room, None
+    if room is None:
+        room = _enter(Path(item.config.option.basetemp).parent, alone=is_alone(item))
+    try:
+        yield
+    finally:
+        if is_alone(item) and following is not None and is_alone(following):
+            _room = room
+        else:
+            # Closing it does not do where a process that the test has forked has it open as well.
             fcntl.flock(room, fcntl.LOCK_UN)
+            room.close()
+
+
+def is_alone(item: pytest.Item) -> bool:
+    """Whether no other test may run beside this one."""
+    return item.get_closest_marker("alone") is not None
+
+
+def _enter(shared: Path, *, alone: bool) -> IO[str]:
+    room = (shared / "room").open("w")
+    with (shared / "door").open("w") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    return room
