@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -52,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    return turns.workers(config, os.cpu_count() or 1)
+    return turns.workers(config)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -7,6 +7,7 @@ measure what a neighbour would change: rates, shares of the processors, waits of
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,11 @@ if sys.platform != "win32":
 
 __all__ = ["is_alone", "turn", "workers"]
 
-MOST_WORKERS = 8
-"""Each has PyTorch loaded, and so has the process that forks its programs."""
+MOST_WORKERS = 4
+"""More gain little, and a container tells of its host's cores rather than of its own share."""
 
 
-def workers(config: pytest.Config, cores: int) -> int:
+def workers(config: pytest.Config) -> int:
     """Return how many processes share this run; 0 is this one alone.
 
     That is so unless the whole suite is run: what is named runs where one can watch it, and what is
@@ -32,7 +33,8 @@ def workers(config: pytest.Config, cores: int) -> int:
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if not whole or config.getoption("--slow") or sys.platform == "win32":
         return 0
-    return min(cores + max(1, cores // 2), MOST_WORKERS)
+    cores = os.cpu_count() or 1
+    return min(cores + 1, MOST_WORKERS)
 
 
 _room: IO[str] | None = None

@@ -39,13 +39,14 @@ def test_a_transfer_keeps_half_its_rate(
 ) -> None:
     for rounds in ROUNDS:
         outcome = floor.measure(flood, rounds)
-        if outcome.kept >= KEPT and outcome.grown <= MEMORY_BOUND:
+        was_flood = outcome.attacks > LEAST_ATTACKS
+        if was_flood and outcome.kept >= KEPT and outcome.grown <= MEMORY_BOUND:
             break
     record_property(OUTCOME, str(outcome))
     assert outcome.is_open, "the honest connection was lost"
     assert outcome.kept >= KEPT
     assert outcome.grown <= MEMORY_BOUND
-    assert outcome.attacks > LEAST_ATTACKS, "it was no flood"
+    assert was_flood, "it was no flood"
     if flood.startswith("junk") and flood != "junk: other versions":  # those are answered
         assert sum(outcome.drops.values()) > 250 * rounds
 
