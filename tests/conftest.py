@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import anyio
 import pytest
 from hypothesis import is_hypothesis_test
 
-from tests import cancelling, profiles
+from tests import cancelling, profiles, turns
 
 profiles.register()
 
@@ -43,6 +44,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: takes minutes; run with --slow"))
+    if hasattr(config, "workerinput"):
+        # First and in one go, so that it is once that the other processes wait.
+        items.sort(key=turns.is_alone, reverse=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return turns.workers(config)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Give each test its turn; the wait for it is no part of the test's own time."""
+    with turns.turn(item, nextitem):
+        return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what is there now: looking at all of it takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["asyncio", "trio"])

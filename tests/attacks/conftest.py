@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attacks.floods.measure import HEADING, Arena, Outcome, arena
-
-OUTCOMES = pytest.StashKey[list[Outcome]]()
+from tests.attacks.floods.measure import HEADING, OUTCOME, Arena, arena
 
 
 @pytest.fixture(scope="session")
@@ -17,17 +15,15 @@ def floor() -> Iterator[Arena]:
         yield it
 
 
-@pytest.fixture
-def outcomes(request: pytest.FixtureRequest) -> list[Outcome]:
-    """What has been measured; it is printed at the end of the run."""
-    return request.config.stash.setdefault(OUTCOMES, [])
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    measured = config.stash.get(OUTCOMES, [])
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    measured = [
+        value
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        for name, value in report.user_properties
+        if name == OUTCOME
+    ]
     if measured:
         terminalreporter.section(HEADING)
-        for outcome in measured:
-            terminalreporter.write_line(str(outcome))
+        for line in measured:
+            terminalreporter.write_line(str(line))

@@ -257,6 +257,7 @@ async def test_a_guess_a_connection_is_all_there_is() -> None:
 # -- what refusals tell
 
 
+@pytest.mark.alone
 async def test_the_time_of_a_refusal_tells_nothing() -> None:
     """Garbage, another secret, and a tag with half of it right are refused equally fast."""
     key = SecretKey.generate()
@@ -288,6 +289,7 @@ async def test_the_time_of_a_refusal_tells_nothing() -> None:
     assert spread < max(2 * noise, 0.005), (medians, noise)
 
 
+@pytest.mark.alone
 async def test_comparing_takes_as_long_wherever_the_first_difference_is() -> None:
     """The comparison itself, without a network around it."""
     shared = secret()

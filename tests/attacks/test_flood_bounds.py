@@ -46,6 +46,7 @@ async def works(connection: Connection, seconds: float) -> float:
     return worst
 
 
+@pytest.mark.alone
 async def test_garbage_datagrams_are_dropped_and_counted() -> None:
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
@@ -63,6 +64,7 @@ async def test_garbage_datagrams_are_dropped_and_counted() -> None:
         sock.close()
 
 
+@pytest.mark.alone
 async def test_half_open_handshakes_are_bounded_and_a_friend_keeps_working() -> None:
     clients: list[RawClient] = []
 
@@ -146,6 +148,7 @@ async def test_a_connection_that_vanishes_half_open_is_cleared_away() -> None:
         await eventually(lambda: not node._connections and not node._demux.half_open)
 
 
+@pytest.mark.alone
 async def test_a_flood_of_hellos_ends_each_and_leaves_nothing() -> None:
     async with endpoint(handshake_timeout=2.0) as node, endpoint() as friend:
         connection = await friend.connect(at(node))

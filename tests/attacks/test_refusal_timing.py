@@ -175,6 +175,7 @@ async def refusal(reader: Node, source: Node, token: bytes) -> float:
     return took
 
 
+@pytest.mark.alone
 @pytest.mark.anyio
 @pytest.mark.parametrize("slower", [None, "of another"])
 async def test_over_a_connection_no_cause_stands_out(

@@ -15,6 +15,7 @@ import pytest
 
 from tensor_bridge.lanes.shared.host import unavailable
 from tests.e2e.machines import Machine
+from tests.programs import Program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -74,12 +75,8 @@ def test_bench(tmp_path: Path) -> None:
         assert "invite" in stranger.run("bench", first.ticket, code=4).stderr
 
         # Interrupted, it says nothing more, and the peer keeps nothing of it.
-        with subprocess.Popen(
-            [*command, "--sizes", "64M", "--rounds", "100", "--calls", "0", "--seconds", "100"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
+        long = ["--sizes", "64M", "--rounds", "100", "--calls", "0", "--seconds", "100"]
+        with Program([*command[1:], *long]) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert json.loads(process.stdout.readline())["figure"] == "link"

@@ -65,6 +65,7 @@ def status_of(here: Node, node_id: NodeId) -> PeerStatus:
 # -- several addresses
 
 
+@pytest.mark.alone
 async def test_the_address_that_won_is_shown_and_stays_first() -> None:
     with silent() as mute:
         async with node() as there, embedded(SecretKey.generate(), bind="0.0.0.0:0") as here:

@@ -24,7 +24,6 @@ from tensor_bridge import (
     UnsupportedTensor,
     describe,
 )
-from tensor_bridge.moves import PATIENCE
 from tensor_bridge.serve_fetch import REDIAL_SECONDS
 from tensor_bridge.wire import PutAccepted, PutOpen, Sent, Stored
 from tests.tensor_bridge.nodes import Node, eventually, node, together
@@ -273,7 +272,11 @@ async def test_an_upload_id_is_of_one_tensor(nodes: tuple[Node, Node, Node]) -> 
 # -- nodes that vanish
 
 
-async def test_source_vanishes(nodes: tuple[Node, Node, Node]) -> None:
+async def test_source_vanishes(
+    nodes: tuple[Node, Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = 1.0
+    monkeypatch.setattr("tensor_bridge.moves.PATIENCE", patience)
     a, b, client = nodes
     at_a, at_b = await client.client(a), await client.client(b)
     ref = client.has(a, ENDLESS)
@@ -281,7 +284,7 @@ async def test_source_vanishes(nodes: tuple[Node, Node, Node]) -> None:
     async with once(lambda: landed(b) > 0, a.fall_silent):
         with pytest.raises((PeerLost, Unreachable)):
             await at_a.copy_to(ref, at_b)
-    assert time.monotonic() - began < 1.0 + PATIENCE + 2 * REDIAL_SECONDS + 1.0
+    assert time.monotonic() - began < 1.0 + patience + 2 * REDIAL_SECONDS + 1.0
     await eventually(lambda: b.is_empty and len(b.store) == 0)
 
 

@@ -14,6 +14,7 @@ from auth import SecretKey
 from tests.transport.nodes import endpoint, eventually, peer_process
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.anyio,
     pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does"),
 ]

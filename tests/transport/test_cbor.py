@@ -150,7 +150,7 @@ def test_the_edges_of_what_travels(bits: str) -> None:
         "\ud800",
         {"\ud800": 1},
     ],
-    ids=repr,
+    ids=lambda value: repr(value).partition(" at 0x")[0],
 )
 def test_a_value_that_does_not_travel_is_refused_here(value: Any) -> None:
     with pytest.raises(ProtocolError):

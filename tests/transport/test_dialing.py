@@ -146,6 +146,7 @@ async def test_a_dead_address_beside_a_live_one_costs_less_than_a_second() -> No
             assert dialer.known_addresses(listener.node_id) == (("127.0.0.1", listener.port),)
 
 
+@pytest.mark.alone
 async def test_a_refused_address_makes_way_at_once() -> None:
     with closed() as dead:
         async with endpoint() as listener, endpoint() as dialer:
@@ -171,6 +172,7 @@ async def test_families_race_and_the_one_that_works_wins(dead: str, live: str) -
             assert connection.remote_address == (live, listener.port)
 
 
+@pytest.mark.alone
 async def test_an_address_that_this_host_has_no_way_to_makes_way_at_once() -> None:
     async with endpoint() as listener, endpoint() as dialer:
         began = time.monotonic()

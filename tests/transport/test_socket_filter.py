@@ -134,6 +134,7 @@ def test_a_long_header_to_an_id_of_ours_passes_whatever_it_is(sockets: Filtered)
         ("a byte", b"\xc0", False),
         ("half a header", long(foreign())[:20], False),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_may_begin_a_connection(
     sockets: Filtered, what: str, data: bytes, passes: bool

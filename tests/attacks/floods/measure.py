@@ -63,6 +63,10 @@ HEADING = (
 )
 
 
+OUTCOME = "what a flood leaves"
+"""The property of a test's report that holds a line of the table."""
+
+
 class ProcessEnded(Exception):
     """A process of a measurement has ended, with its connection."""
 

@@ -20,6 +20,7 @@ from transport import ConnectionClosed
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 
 
@@ -48,7 +49,6 @@ def pools() -> list[str]:
     return [name for name in found if "memfd:quicmesh" in name]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 async def test_a_child_can_not_use_a_link_and_the_parent_still_can() -> None:
     async with together(node(lanes=LANES["shared-memory"]), node(lanes=LANES["shared-memory"])) as (
         a,
@@ -76,7 +76,6 @@ async def test_a_child_can_not_use_a_link_and_the_parent_still_can() -> None:
         assert a.lanes.status(await a.connection(b)).name == "shared-memory"
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 async def test_a_child_that_lives_on_does_not_hide_the_parents_end() -> None:
     peer = PeerIdentity(SecretKey.generate().node_id)
     socks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
