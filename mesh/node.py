@@ -427,18 +427,25 @@ class Node:
             self._lanes = Lanes(self.endpoint, LaneConfig(shared_memory=self._shared_memory))
         return self._lanes
 
-    async def rpc(self) -> Agent:
+    async def rpc(self, *, workers: int | None = None, timeout: float | None = None) -> Agent:
         """Return what makes and answers remote calls, `mesh.rpc.Agent`; at its first use, begin.
 
         Peers can call what the program exposes, and torch's operators, from then on, as far as this
         node's authorizer grants them the scope ``rpc:call``.
+
+        Args:
+            workers: functions that block which run at a time; of the first use.
+            timeout: seconds that a call may take unless it is told otherwise; of the latest.
         """
         if self._rpc is None:
             from mesh.rpc import Agent  # imports torch
+            from mesh.rpc.agent import DEFAULT_WORKERS
 
-            self._rpc = Agent(self)
+            self._rpc = Agent(self, workers=workers or DEFAULT_WORKERS)
             self.endpoint.start_soon(self._rpc.run)
         await self._rpc.ready.wait()
+        if timeout is not None:
+            self._rpc.timeout = timeout
         return self._rpc
 
     async def lane(self, connection: Connection) -> LaneStatus | None:

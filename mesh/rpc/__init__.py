@@ -12,8 +12,9 @@ wire               the messages
 owned, holding     the two sides of a reference: its owner's, and its holder's
 reference, passing `RRef`, and how one travels
 carriage           tensors on their way
-workers            threads for functions that block
+workers, bridge    threads for functions that block, and the way between them and the loop
 service, agent     answering calls, and making them
+api, roster        `init_rpc` and what follows it, and who takes part
 =================  ===========================================================================
 """
 
@@ -21,6 +22,16 @@ from __future__ import annotations
 
 from mesh.rpc import functions
 from mesh.rpc.agent import Agent
+from mesh.rpc.api import (
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from mesh.rpc.errors import (
     NotExposed,
     RefLost,
@@ -30,8 +41,10 @@ from mesh.rpc.errors import (
     Unsendable,
 )
 from mesh.rpc.exposed import Exposures, expose, exposed
+from mesh.rpc.options import MeshRpcBackendOptions
 from mesh.rpc.owned import RefLimits, RefRow
 from mesh.rpc.reference import RRef
+from mesh.rpc.roster import WorkerInfo
 from mesh.rpc.types import TypeTable, register_type
 
 __all__ = [
@@ -42,6 +55,17 @@ __all__ = [
     "Exposures",
     "TypeTable",
     "functions",
+    # one program, one worker
+    "init_rpc",
+    "shutdown",
+    "rpc_sync",
+    "rpc_async",
+    "remote",
+    "get_worker_info",
+    "get_rpc_timeout",
+    "is_available",
+    "WorkerInfo",
+    "MeshRpcBackendOptions",
     # calls and references
     "Agent",
     "RRef",

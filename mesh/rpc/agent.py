@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import anyio
 import torch
-from anyio.from_thread import BlockingPortal
 
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
+from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, send_part, together
 from mesh.rpc.errors import RefLost, RpcError, RpcTimeout
 from mesh.rpc.exceptions import decode_exception
@@ -36,7 +36,7 @@ from mesh.rpc.wire import (
     Request,
     Target,
 )
-from mesh.rpc.workers import Workers, may_block
+from mesh.rpc.workers import Workers
 from transport import (
     CborValue,
     Connection,
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from mesh.node import Node
 
 __all__ = ["DEFAULT_TIMEOUT", "DEFAULT_WORKERS", "Agent"]
-
-_Result = TypeVar("_Result")
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds that a call may take unless it is told otherwise; upstream's default."""
@@ -75,8 +73,8 @@ PART_GRACE = 0.5
 class Agent:
     """Calls between a node and its peers.
 
-    Used in the node's event loop, but for what says that it is for threads. `Node.rpc` makes it,
-    and runs it until the node is closed.
+    Used in the node's event loop, but for `order`, `order_method` and `own`, which are for threads
+    as well, as is its `bridge`. `Node.rpc` makes it, and runs it until the node is closed.
 
     Args:
         node: open, for as long as this is.
@@ -88,6 +86,7 @@ class Agent:
 
     Attributes:
         ready: set once it answers.
+        lost: how the connection with a peer that is not there any more ended, of the latest ones.
     """
 
     def __init__(
@@ -105,11 +104,11 @@ class Agent:
         self.types = types
         self.owned = OwnerTable(limits or RefLimits())
         self.holdings = Holdings(self.tell)
-        self.workers = Workers(workers, self.call_soon)
+        self.bridge = Bridge()
+        self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
-        self._portal: BlockingPortal | None = None
-        self._thread = 0
+        self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
@@ -119,18 +118,16 @@ class Agent:
     async def run(self) -> None:
         """Answer peers, and see to the references between them and this node, until cancelled."""
         endpoint = self._node.endpoint
-        self._thread = threading.get_ident()
         self.lanes = self._node.lanes
         self._service.register(endpoint)
         endpoint.subscribe(self._observe)
         try:
-            async with BlockingPortal() as self._portal, anyio.create_task_group() as self._tasks:
+            async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
-            self._portal = None
             for each in self.owned.close():
                 each.outcome.cancel()
 
@@ -220,28 +217,25 @@ class Agent:
         For threads too: the reference can be used at once, and waits for the rest.
         """
         target = _target(function)
-        if to == self.node_id:
-            owned = Owned(new_id(), 0.0)
-            ref: RRef[Any] = RRef(self, owned)
 
-            async def compute() -> None:
-                await self._settle_with(
-                    owned, lambda: self._ask(to, target, args, kwargs or {}, timeout)
-                )
+        async def found() -> Target:
+            return target
 
-            return ref, compute
-        state = Held(to, Fork(new_id(), new_id()), Future())
-        ref = RRef(self, state)
+        return self._order(to, found, args, kwargs or {}, timeout)
 
-        async def begin() -> None:
-            try:
-                await self._ask(to, target, args, kwargs or {}, timeout, create=state.fork)
-            except BaseException as error:
-                _settle(state.created, error if isinstance(error, Exception) else _cancelled(ref))
-                raise
-            _settle(state.created, None)
-
-        return ref, begin
+    def order_method(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        """Return the same as `order`, of a method of a reference's value, at its owner."""
+        return self._order(
+            ref.owner_id, lambda: self._at(ref, "method", method), args, kwargs or {}, timeout
+        )
 
     async def invoke(
         self,
@@ -265,69 +259,17 @@ class Agent:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
         if isinstance(ref.state, Owned):
             with _limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
-                return await self.until_done(ref.state.outcome)
+                return await self.bridge.until_done(ref.state.outcome)
         target = await self._at(ref, "fetch")
         return await self._ask(ref.owner_id, target, (), {}, timeout)
 
     def own(self, value: Any) -> RRef[Any]:
         """Return a reference to a value of this node's own. For threads too."""
-        owned = Owned(new_id(), 0.0)
+        owned = Owned(new_id(), time.monotonic())
         owned.outcome.set_result(value)
-        return RRef(self, owned)
-
-    # -- for threads
-
-    def block_on(self, function: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """Run a coroutine in the node's loop and return its result, to a thread of any kind.
-
-        Raises:
-            RpcError: the agent is over, or this is the node's own loop.
-        """
-        portal = self._portal
-        if portal is None:
-            raise _over()
-        try:
-            future = portal.start_task_soon(function)
-        except RuntimeError as error:
-            raise RpcError(
-                "waiting for a peer",
-                why=str(error),
-                fix="In an event loop use the coroutine: await ref.fetch(), await agent.call().",
-            ) from error
-        result: _Result = self.wait(future)
-        return result
-
-    def wait(self, future: Future[_Result]) -> _Result:
-        """Return a future's result, and let others use this thread's turn meanwhile."""
-        try:
-            if future.done():
-                return future.result()
-            with may_block():
-                return future.result()
-        except CancelledError:
-            raise _over() from None
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        """Have a function run in the node's loop, from any thread; at once, if it is that one's."""
-        portal = self._portal
-        if threading.get_ident() == self._thread:
-            function()
-        elif portal is not None:
-            with contextlib.suppress(RuntimeError):  # it is over meanwhile
-                portal.start_task_soon(_run, function)
+        return RRef._of(self, owned)
 
     # -- for references
-
-    async def until_done(self, future: Future[_Result]) -> _Result:
-        """Return the result of a future that any thread may complete, as a coroutine."""
-        if not future.done():
-            done = anyio.Event()
-            future.add_done_callback(lambda _: self.call_soon(done.set))
-            await done.wait()
-        try:
-            return future.result()
-        except CancelledError:
-            raise _over() from None
 
     async def tell(self, owner: NodeId, notes: RefNotes) -> None:
         """Tell an owner about references of its own.
@@ -356,7 +298,7 @@ class Agent:
         `giver` order that, as it would have to for a tensor.
         """
         state = held(owner, fork)
-        ref: RRef[Any] = RRef(self, state)
+        ref: RRef[Any] = RRef._of(self, state)
         if not self._node.endpoint.known_addresses(owner) and len(self._hints) < MAX_HINTS:
             self._hints[owner] = (giver, where)
         self.holdings.arrived(state)
@@ -392,6 +334,41 @@ class Agent:
         self._wake_lapse.set()
 
     # -- inside
+
+    def _order(
+        self,
+        to: NodeId,
+        find: Callable[[], Coroutine[Any, Any, Target]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+    ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        if to == self.node_id:
+            owned = Owned(new_id(), time.monotonic())
+
+            async def compute() -> None:
+                try:
+                    value = await self._ask(to, await find(), args, kwargs, timeout)
+                except Exception as error:
+                    _settle(owned.outcome, error)
+                except BaseException:
+                    _settle(owned.outcome, _cancelled())
+                    raise
+                else:
+                    owned.outcome.set_result(value)
+
+            return RRef._of(self, owned), compute
+        state = Held(to, Fork(new_id(), new_id()), Future())
+
+        async def begin() -> None:
+            try:
+                await self._ask(to, await find(), args, kwargs, timeout, create=state.fork)
+            except BaseException as error:
+                _settle(state.created, error if isinstance(error, Exception) else _cancelled())
+                raise
+            _settle(state.created, None)
+
+        return RRef._of(self, state), begin
 
     async def _ask(
         self,
@@ -488,23 +465,10 @@ class Agent:
 
     async def _at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         if ref.created is not None:
-            await self.until_done(ref.created)
+            await self.bridge.until_done(ref.created)
         state = ref.state
         key = self.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
         return Target(kind, name, key)
-
-    async def _settle_with(
-        self, owned: Owned, compute: Callable[[], Coroutine[Any, Any, Any]]
-    ) -> None:
-        try:
-            value = await compute()
-        except BaseException as error:
-            _settle(owned.outcome, error if isinstance(error, Exception) else _over())
-            if not isinstance(error, Exception):
-                raise
-        else:
-            if not owned.outcome.done():
-                owned.outcome.set_result(value)
 
     async def _connected(self, to: NodeId) -> Connection:
         endpoint = self._node.endpoint
@@ -540,8 +504,12 @@ class Agent:
                 if self._boots.get(node_id, boot) != boot:
                     self.owned.forget(node_id)  # what it held, went with what it was
                 self._boots[node_id] = boot
+                self.lost.pop(node_id, None)
                 self.owned.returned(node_id)
-            case PeerLeft(connection, _):
+            case PeerLeft(connection, error):
+                if len(self.lost) >= MAX_HINTS:
+                    del self.lost[next(iter(self.lost))]
+                self.lost[connection.peer.node_id] = error
                 self.owned.left(connection.peer.node_id, anyio.current_time())
                 self.watch()
             case PeerRevoked(node_id, _):
@@ -610,17 +578,5 @@ def _settle(future: Future[Any], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _cancelled(ref: RRef[Any]) -> RefLost:
+def _cancelled() -> RefLost:
     return RefLost("a remote reference", why="the call that was to create it was cancelled")
-
-
-def _over() -> RpcError:
-    return RpcError(
-        "a remote call",
-        why="the agent has been shut down",
-        fix="Wait for what is under way before rpc.shutdown(), or before the node is closed.",
-    )
-
-
-async def _run(function: Callable[[], None]) -> None:
-    function()

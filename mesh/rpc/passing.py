@@ -72,7 +72,7 @@ class Outgoing:
         """
         for ref in self._refs:
             if ref.created is not None:
-                await self._agent.until_done(ref.created)
+                await self._agent.bridge.until_done(ref.created)
         for owner, share in self._shares:
             await self._agent.tell(owner, RefNotes(shared=(share,)))
 
@@ -113,7 +113,7 @@ class Incoming:
                 by = self._peer.node_id
                 is_own = by == self._agent.node_id
                 owned = self._agent.own_value(ref) if is_own else self._agent.owned.held(ref, by)
-                return RRef(self._agent, owned)
+                return RRef._of(self._agent, owned)
             case [_, "fork", bytes(raw), bytes(ref), bytes(fork), list(where)] if (
                 len(ref) == len(fork) == ID_BYTES and len(where) <= MAX_ADDRESSES
             ):

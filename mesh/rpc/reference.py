@@ -6,14 +6,17 @@ The names and rules are those of ``torch.distributed.rpc.RRef``. What waits come
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from auth import NodeId
 from mesh.rpc.errors import RpcError
 from mesh.rpc.holding import Held
-from mesh.rpc.owned import Owned
+from mesh.rpc.owned import Owned, new_id
+from mesh.rpc.roster import WorkerInfo
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
@@ -24,13 +27,31 @@ _Value = TypeVar("_Value")
 
 
 class RRef(Generic[_Value]):
-    """A reference to a value at its owner. Not made by programs but by calls that create one.
+    """A reference to a value at its owner.
 
     It may be an argument or a result of calls, also to third nodes. The value lives as long as
     anybody has a reference to it.
+
+    Args:
+        value: of this program's own, for others to refer to; `mesh.rpc.init_rpc` must have been
+            called. References to values elsewhere are made by calls.
+        type_hint: taken for programs that give one.
     """
 
-    def __init__(self, agent: Agent, state: Owned | Held) -> None:
+    def __init__(self, value: _Value, type_hint: object = None) -> None:
+        from mesh.rpc import api
+
+        owned = Owned(new_id(), time.monotonic())
+        owned.outcome.set_result(value)
+        self._become(api.current_agent(), owned)
+
+    @classmethod
+    def _of(cls, agent: Agent, state: Owned | Held) -> RRef[Any]:
+        ref: RRef[Any] = cls.__new__(cls)
+        ref._become(agent, state)
+        return ref
+
+    def _become(self, agent: Agent, state: Owned | Held) -> None:
         self._agent = agent
         self._state = state
         if isinstance(state, Held):
@@ -80,7 +101,7 @@ class RRef(Generic[_Value]):
                 why="the value is at its owner, and this node is another",
                 fix="Use to_here() for a copy, or rpc_sync() to call a method of it there.",
             )
-        value: _Value = self._agent.wait(self._state.outcome)
+        value: _Value = self._agent.bridge.wait(self._state.outcome)
         return value
 
     def to_here(self, timeout: float | None = None) -> _Value:
@@ -94,8 +115,40 @@ class RRef(Generic[_Value]):
             RefLost: it is gone, as when its owner has left.
             Exception: what the function raised that should have made it.
         """
-        value: _Value = self._agent.block_on(lambda: self.fetch(timeout))
+        value: _Value = self._agent.bridge.block_on(lambda: self.fetch(timeout))
         return value
+
+    def owner(self) -> WorkerInfo:
+        """Return who has the value, of a job of `mesh.rpc.init_rpc`.
+
+        Raises:
+            RpcError: it is no worker of it.
+        """
+        from mesh.rpc import api
+
+        return api.worker_of(self.owner_id)
+
+    def owner_name(self) -> str:
+        """Return the name of the worker that has the value; raises as `owner`."""
+        return self.owner().name
+
+    def rpc_sync(self, timeout: float | None = None) -> MethodCalls:
+        """Return an object whose methods call those of the value, at its owner, and wait."""
+        from mesh.rpc import api
+
+        return MethodCalls(self, api.invoke_sync, timeout)
+
+    def rpc_async(self, timeout: float | None = None) -> MethodCalls:
+        """Return an object whose methods call those of the value, and return futures."""
+        from mesh.rpc import api
+
+        return MethodCalls(self, api.invoke_async, timeout)
+
+    def remote(self, timeout: float | None = None) -> MethodCalls:
+        """Return an object whose methods call those of the value, and return references."""
+        from mesh.rpc import api
+
+        return MethodCalls(self, api.invoke_remote, timeout)
 
     async def fetch(self, timeout: float | None = None) -> _Value:
         """Return the same as `to_here`, as a coroutine for the node's event loop."""
@@ -118,3 +171,21 @@ class RRef(Generic[_Value]):
         state: Any = self._state
         ref: bytes = state.ref if isinstance(state, Owned) else state.fork.ref
         return ref.hex()[:8]
+
+
+class MethodCalls:
+    """The public methods of a reference's value, to be called as if it were here."""
+
+    def __init__(self, ref: RRef[Any], invoke: Callable[..., Any], timeout: float | None) -> None:
+        self._ref = ref
+        self._invoke = invoke
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._invoke(self._ref, name, args, kwargs, self._timeout)
+
+        return call

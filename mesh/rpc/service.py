@@ -170,7 +170,7 @@ class RpcService:
         target = request.target
         if target.kind == "fetch":
             owned = self._owned(target.key, peer)
-            return await self._within(request, lambda: self._agent.until_done(owned.outcome))
+            return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
         args, kwargs = self._unpacked(request.items, tensors, peer, count=2)
         if not isinstance(args, tuple) or not isinstance(kwargs, dict):
             raise ProtocolError("a call", why="its arguments are no tuple and dict")
@@ -188,7 +188,9 @@ class RpcService:
             )
         if target.kind == "method":
             owned = self._owned(target.key, peer)
-            value = await self._within(request, lambda: self._agent.until_done(owned.outcome))
+            value = await self._within(
+                request, lambda: self._agent.bridge.until_done(owned.outcome)
+            )
             found = self._agent.exposures.method(value, target.name)
         else:
             found = self._agent.exposures.callable(target.name)
@@ -273,6 +275,6 @@ async def _completed(agent: Agent, future: Any) -> Any:
             f"one has returned a {type(future).__name__}"
         )
     done = anyio.Event()
-    future.add_done_callback(lambda _: agent.call_soon(done.set))
+    future.add_done_callback(lambda _: agent.bridge.call_soon(done.set))
     await done.wait()
     return future.value()

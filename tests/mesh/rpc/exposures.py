@@ -155,4 +155,4 @@ def ping_pong(depth: int) -> int:
     if depth == 0:
         return 0
     me, other = players if depth % 2 else players[::-1]
-    return 1 + me.block_on(lambda: me.call(other.node_id, ping_pong, (depth - 1,)))
+    return 1 + me.bridge.block_on(lambda: me.call(other.node_id, ping_pong, (depth - 1,)))

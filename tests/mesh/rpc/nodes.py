@@ -19,7 +19,7 @@ SHORT = RefLimits(lease=0.3, confirm=0.5)
 
 @contextlib.asynccontextmanager
 async def agents(
-    count: int, limits: RefLimits = SHORT, *, last: Authorizer | None = None
+    count: int, limits: RefLimits | None = None, *, last: Authorizer | None = None
 ) -> AsyncIterator[list[Agent]]:
     """Nodes that all know each other; the last admits as `last` says."""
     async with contextlib.AsyncExitStack() as stack:
@@ -33,7 +33,7 @@ async def agents(
         yield [await agent_of(one, limits) for one in found]
 
 
-async def agent_of(node: Node, limits: RefLimits) -> Agent:
+async def agent_of(node: Node, limits: RefLimits | None) -> Agent:
     """The node's agent, with limits of the test's own."""
     node._rpc = Agent(node, limits=limits)
     node.endpoint.start_soon(node._rpc.run)

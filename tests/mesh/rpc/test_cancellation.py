@@ -87,7 +87,7 @@ async def make_use_and_share(c: Calling) -> AsyncIterator[Operation]:
     await let_go(c)
 
 
-@SCENARIOS.covers("mesh.Agent.until_done", "mesh.Agent.tell")
+@SCENARIOS.covers("mesh.Agent.tell")
 async def wait_for_a_value(c: Calling) -> AsyncIterator[Operation]:
     async def run() -> None:
         exposures.let_go.set()

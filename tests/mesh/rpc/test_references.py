@@ -18,7 +18,7 @@ from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.exposures import Counter
-from tests.mesh.rpc.nodes import agents, freed
+from tests.mesh.rpc.nodes import SHORT, agents, freed
 
 pytestmark = pytest.mark.anyio
 
@@ -186,7 +186,7 @@ async def test_only_holders_may_use_a_reference() -> None:
 
 
 async def test_references_of_a_holder_that_vanished_are_freed_after_its_lease() -> None:
-    async with agents(2) as (a, b):
+    async with agents(2, SHORT) as (a, b):
         refs = [await a.remote(b.node_id, exposures.make, (4,)) for _ in range(10)]
         assert len(b.owned) == 10
         await a._node.endpoint.connections[0].close(reason="gone")
@@ -205,7 +205,7 @@ async def test_a_holder_that_is_back_within_its_lease_keeps_its_references() -> 
 
 
 async def test_a_reference_that_never_arrived_lapses() -> None:
-    async with agents(2) as (a, b):
+    async with agents(2, SHORT) as (a, b):
         mine = a.own(1)
         state: Any = mine.state
         a.owned.adopt(state, b.node_id, anyio.current_time())
