@@ -98,6 +98,18 @@ async def wait_for_a_value(c: Calling) -> AsyncIterator[Operation]:
     await let_go(c)
 
 
+@SCENARIOS.covers("mesh.Peer.call", "mesh.Peer.remote", stride=3)
+async def call_a_peer(c: Calling) -> AsyncIterator[Operation]:
+    peer = await c.here._node.connect(c.peer.node_id)
+
+    async def run() -> None:
+        assert await peer.call(exposures.echo, 1) == 1
+        assert await (await peer.remote(exposures.echo, 2)).fetch() == 2
+
+    yield run
+    await let_go(c)
+
+
 @SCENARIOS.covers("mesh.Node.rpc", "mesh.Agent.run")
 async def begin(c: Calling) -> AsyncIterator[Operation]:
     async def run() -> None:
