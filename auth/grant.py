@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 
 __all__ = ["ADMIN", "DEFAULT_SCOPES", "Denial", "Grant", "Quotas", "check_scopes", "permits"]
 
-DEFAULT_SCOPES = ("tensor", "collective", "node")
-"""What an authorized key may do unless its line says otherwise."""
+DEFAULT_SCOPES = ("tensor", "collective", "node", "rpc:call")
+"""What an authorized key may do unless its line says otherwise.
+
+Of ``rpc`` only to call what programs expose: ``rpc:pickle`` would let it run any code.
+"""
 
 ADMIN = "admin"
 """Changing the node itself: stopping it, editing who may enter. Never among the defaults."""

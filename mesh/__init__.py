@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         any_of,
         deny_all,
     )
-    from mesh import blocking, errors
+    from mesh import blocking, errors, rpc
     from mesh.errors import AccessDenied, MeshError
     from mesh.home import Home
     from mesh.node import Node
@@ -51,6 +51,8 @@ __all__ = [
     "Home",
     "EndpointConfig",
     "blocking",
+    # remote calls
+    "rpc",
     # identity and policy
     "NodeId",
     "SecretKey",
@@ -81,6 +83,7 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "Home": "mesh.home",
             "EndpointConfig": "transport",
             "blocking": "mesh.blocking",
+            "rpc": "mesh.rpc",
             "NodeId": "auth",
             "SecretKey": "auth",
             "Ticket": "auth",

@@ -24,7 +24,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -50,6 +50,7 @@ from transport import CborValue, Endpoint, EndpointConfig
 if TYPE_CHECKING:
     import torch
 
+    from mesh.rpc import RRef
     from tensor_bridge import ProgressCallback
 
 __all__ = ["Node", "Peer", "TensorRef"]
@@ -300,6 +301,28 @@ class Peer:
             self._peer.create, fill, shape, dtype=dtype, seed=seed, name=name, timeout=timeout
         )
         return TensorRef(self._node, self, self._node.run(create))
+
+    def call(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a function that the peer exposes; see `mesh.Peer.call`."""
+        return self._node.run(partial(self._peer.call, function, *args, timeout=timeout, **kwargs))
+
+    def remote(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> RRef[Any]:
+        """Call a function and let the result stay there; see `mesh.Peer.remote`."""
+        return self._node.run(
+            partial(self._peer.remote, function, *args, timeout=timeout, **kwargs)
+        )
 
     def close(self) -> None:
         """Close the connection; see `mesh.Peer.close`."""

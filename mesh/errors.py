@@ -39,6 +39,12 @@ command when the error ends it.
     │   ├── RankFailed               1  an operation raised on another rank
     │   └── GroupAborted             1  the group was aborted, here or on another rank
     ├── UnsupportedCollective        2  a type, layout, device or reduction that can't be done
+    ├── RpcError                     1  a remote call could not be made, answered, or used
+    │   ├── Unsendable               2  an argument or a result that does not travel
+    │   ├── NotExposed               1  the callee offers no function of that name
+    │   ├── RpcTimeout               5  the time given for a call ran out
+    │   ├── RefLost                  1  a remote reference whose value is gone
+    │   └── RemoteException          1  the function raised what the caller has no class for
     └── NodeError                    1  a node can't do what was asked of it
         ├── HomeError                1  the state directory can't be used
         ├── NotRunning               3  no daemon runs in this home
@@ -69,6 +75,14 @@ if TYPE_CHECKING:
         RankLeft,
         RankLost,
         UnsupportedCollective,
+    )
+    from mesh.rpc.errors import (
+        NotExposed,
+        RefLost,
+        RemoteException,
+        RpcError,
+        RpcTimeout,
+        Unsendable,
     )
     from tensor_bridge.errors import (
         NoSuchTensor,
@@ -104,8 +118,8 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
-    "ConnectTimeout",
     "ConnectionClosed",
+    "ConnectTimeout",
     "DeadlineExceeded",
     "GroupAborted",
     "HomeError",
@@ -114,8 +128,9 @@ __all__ = [
     "KeyFileError",
     "LimitExceeded",
     "MeshError",
-    "NoSuchTensor",
     "NodeError",
+    "NoSuchTensor",
+    "NotExposed",
     "NotRunning",
     "PeerLost",
     "ProtocolError",
@@ -123,7 +138,11 @@ __all__ = [
     "RankFailed",
     "RankLeft",
     "RankLost",
+    "RefLost",
     "RemoteError",
+    "RemoteException",
+    "RpcError",
+    "RpcTimeout",
     "ServiceUnknown",
     "StreamReset",
     "Superseded",
@@ -134,6 +153,7 @@ __all__ = [
     "TransportError",
     "UnknownPeer",
     "Unreachable",
+    "Unsendable",
     "UnsupportedCollective",
     "UnsupportedTensor",
 ]
@@ -212,6 +232,17 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
                     "UnsupportedCollective",
                 ),
                 "mesh.collective.errors",
+            ),
+            **dict.fromkeys(
+                (
+                    "NotExposed",
+                    "RefLost",
+                    "RemoteException",
+                    "RpcError",
+                    "RpcTimeout",
+                    "Unsendable",
+                ),
+                "mesh.rpc.errors",
             ),
         },
     )

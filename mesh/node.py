@@ -51,6 +51,7 @@ from transport import (
 )
 
 if TYPE_CHECKING:
+    from mesh.rpc import Agent
     from mesh.tensors import Tensors
     from tensor_bridge import Lanes, LaneStatus
 
@@ -103,6 +104,7 @@ class Node:
         self._config = config or EndpointConfig()
         self._tensors = _load_tensors() if tensors else None
         self._lanes: Lanes | None = None
+        self._rpc: Agent | None = None
         self._shared_memory = shared_memory
         self._join = tuple(join)
         self._returns = Returns()
@@ -424,6 +426,27 @@ class Node:
 
             self._lanes = Lanes(self.endpoint, LaneConfig(shared_memory=self._shared_memory))
         return self._lanes
+
+    async def rpc(self, *, workers: int | None = None, timeout: float | None = None) -> Agent:
+        """Return what makes and answers remote calls, `mesh.rpc.Agent`; at its first use, begin.
+
+        Peers can call what the program exposes, and torch's operators, from then on, as far as this
+        node's authorizer grants them the scope ``rpc:call``.
+
+        Args:
+            workers: functions that block which run at a time; of the first use.
+            timeout: seconds that a call may take unless it is told otherwise; of the latest.
+        """
+        if self._rpc is None:
+            from mesh.rpc import Agent  # imports torch
+            from mesh.rpc.agent import DEFAULT_WORKERS
+
+            self._rpc = Agent(self, workers=workers or DEFAULT_WORKERS)
+            self.endpoint.start_soon(self._rpc.run)
+        await self._rpc.ready.wait()
+        if timeout is not None:
+            self._rpc.timeout = timeout
+        return self._rpc
 
     async def lane(self, connection: Connection) -> LaneStatus | None:
         """Find out which lane tensors take to and from a peer; None where that is not known.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import tensor_bridge
     from mesh.node import Node
+    from mesh.rpc import RRef
     from tensor_bridge import ProgressCallback, TensorClient
 
 __all__ = ["Peer", "TensorRef"]
@@ -136,6 +137,46 @@ class Peer:
 
         connection = await self.connection()
         return TensorClient(connection, reconnect=self.connection, lanes=self._node.lanes)
+
+    async def call(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a function that the peer exposes, or one of torch's operators; see `mesh.rpc`.
+
+        Args:
+            function: itself, or its name: ``"module.function"``.
+            args, kwargs: what to call it with.
+            timeout: seconds for all of it; 0 for no limit.
+
+        Raises:
+            Exception: what the function raised, and what `mesh.rpc.Agent.call` raises.
+        """
+        agent = await self._node.rpc()
+        with self._telling():
+            return await agent.call(self.node_id, function, args, kwargs, timeout=timeout)
+
+    async def remote(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> RRef[Any]:
+        """Call a function, let the result stay at the peer, and return a reference to it.
+
+        Args:
+            function, args, kwargs, timeout: as `call`.
+
+        Raises:
+            MeshError: as `mesh.rpc.Agent.remote`.
+        """
+        agent = await self._node.rpc()
+        with self._telling():
+            return await agent.remote(self.node_id, function, args, kwargs, timeout=timeout)
 
     async def close(self) -> None:
         """Close the connection, once what was sent is acknowledged. A later use dials again."""

@@ -42,6 +42,8 @@ __all__ = [
     "decode_fetch_answer",
     "take_id",
     "encode_fetch_failure",
+    "lane_of",
+    "lanes_of",
 ]
 
 MAX_NAME = 128
@@ -96,7 +98,7 @@ class PutOpen:
             take_id(fields, "upload"),
             decode_meta(fields.value("meta")),
             _name(fields),
-            _lanes(fields),
+            lanes_of(fields),
         )
         fields.finish()
         return message
@@ -140,7 +142,7 @@ class ReadOpen:
             token=_token(fields) if fields.has("token") else None,
             offset=fields.integer("offset"),
             version=_version(fields) if fields.has("version") else None,
-            lanes=_lanes(fields),
+            lanes=lanes_of(fields),
         )
         fields.finish()
         return message
@@ -200,7 +202,7 @@ class PutAccepted:
     def decode(cls, value: CborValue, nbytes: int) -> Self:
         """Return the message in `value`, about a tensor of `nbytes` bytes."""
         fields = Fields(value, "put acceptance")
-        message = cls(fields.integer("offset", high=nbytes), _lane(fields))
+        message = cls(fields.integer("offset", high=nbytes), lane_of(fields))
         fields.finish()
         return message
 
@@ -225,7 +227,7 @@ class ReadAccepted:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "read acceptance")
-        message = cls(decode_meta(fields.value("meta")), _version(fields), _lane(fields))
+        message = cls(decode_meta(fields.value("meta")), _version(fields), lane_of(fields))
         fields.finish()
         return message
 
@@ -473,11 +475,12 @@ def take_id(fields: Fields, name: str) -> str:
     return text
 
 
-def _name(fields: Fields) -> str | None:
-    return fields.text("name", longest=MAX_NAME) if fields.has("name") else None
+def lanes_of(fields: Fields) -> tuple[str, ...]:
+    """Take the lanes that a message offers, by name; none where it does not say.
 
-
-def _lanes(fields: Fields) -> tuple[str, ...]:
+    Raises:
+        ProtocolError: they are no names, or too many.
+    """
     if not fields.has("lanes"):
         return ()
     items = fields.items("lanes", MAX_LANES)
@@ -487,8 +490,17 @@ def _lanes(fields: Fields) -> tuple[str, ...]:
     return lanes
 
 
-def _lane(fields: Fields) -> str | None:
+def lane_of(fields: Fields) -> str | None:
+    """Take the lane that was chosen, by name; None for the stream itself.
+
+    Raises:
+        ProtocolError: it is no name.
+    """
     return fields.text("lane", longest=MAX_LANE) if fields.has("lane") else None
+
+
+def _name(fields: Fields) -> str | None:
+    return fields.text("name", longest=MAX_NAME) if fields.has("name") else None
 
 
 def _node(fields: Fields, name: str) -> NodeId:

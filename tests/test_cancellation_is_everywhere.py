@@ -18,19 +18,21 @@ import mesh.cli
 import mesh.collective
 import mesh.daemon
 import mesh.distributed
+import mesh.rpc
 import tensor_bridge
 import transport
 import transport.protocol
 from tests.auth import test_cancellation as of_auth
 from tests.cancelling import Operation, Scenarios, public_async, reaches
 from tests.mesh import test_cancellation as of_mesh
+from tests.mesh.rpc import test_cancellation as of_rpc
 from tests.tensor_bridge import test_cancellation as of_tensor_bridge
 from tests.transport import test_cancellation as of_transport
 from tests.transport.wires import wires
 
 PACKAGES = (
     *(auth, transport, transport.protocol, tensor_bridge),
-    *(mesh, mesh.daemon, mesh.collective, mesh.distributed, mesh.cli),
+    *(mesh, mesh.daemon, mesh.collective, mesh.distributed, mesh.rpc, mesh.cli),
 )
 
 WITHOUT = {
@@ -46,6 +48,7 @@ SCENARIOS: tuple[Scenarios[Any], ...] = (
     of_tensor_bridge.SCENARIOS,
     of_mesh.NODES,
     of_mesh.DAEMONS,
+    of_rpc.SCENARIOS,
 )
 
 

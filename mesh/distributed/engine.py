@@ -27,8 +27,8 @@ from mesh.collective import (
     scatter_back,
 )
 from mesh.distributed.steps import Step
-from mesh.distributed.threads import Completer, OpThread
 from mesh.distributed.work import MeshWork
+from mesh.threads import Completer, OpThread
 
 __all__ = ["Engine"]
 

@@ -10,7 +10,7 @@ import pytest
 import mesh.errors
 from auth import MeshError
 
-PACKAGES = ("auth", "transport", "tensor_bridge", "mesh.collective", "mesh")
+PACKAGES = ("auth", "transport", "tensor_bridge", "mesh.collective", "mesh.rpc", "mesh")
 LINE = re.compile(r"^    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(  \S.*)?$")
 WIDTH = len("├── ")
 
@@ -31,7 +31,7 @@ def drawn() -> dict[str, tuple[str | None, int]]:
 
 
 def defined() -> dict[str, tuple[str | None, int]]:
-    """The same of every class that the packages define."""
+    """The same of every class that the packages define, under the first of its bases."""
     for package in PACKAGES:
         importlib.import_module(f"{package}.errors")
     tree: dict[str, tuple[str | None, int]] = {}
@@ -39,7 +39,8 @@ def defined() -> dict[str, tuple[str | None, int]]:
     while pending:
         kind, base = pending.pop()
         if kind.__module__.removesuffix(".errors") in PACKAGES:
-            tree[kind.__name__] = (base, kind.exit_code)
+            first = kind.__bases__[0].__name__ if base else None
+            tree[kind.__name__] = (first, kind.exit_code)
         pending += [(each, kind.__name__) for each in kind.__subclasses__()]
     return tree
 

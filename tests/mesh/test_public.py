@@ -32,6 +32,7 @@ PUBLIC = {
     "blocking",
     "deny_all",
     "errors",
+    "rpc",
 }
 
 

@@ -1,4 +1,4 @@
-"""The threads of a process group: one runs operations in order, some complete futures.
+"""Threads that torch programs need: one runs operations in order, some complete futures.
 
 All are daemons, start on first use, and end when told: an interpreter that exits waits for none of
 them, and none of them may be left when it finalizes.

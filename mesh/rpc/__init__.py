@@ -1,0 +1,81 @@
+"""Remote calls between nodes: functions by name, values by kind, references to what stays there.
+
+``mesh.rpc`` has the names and rules of ``torch.distributed.rpc``. What it does not have is pickle:
+a peer can call what a program has exposed and nothing else, and what travels is data.
+
+=================  ===========================================================================
+values, types      what travels, and how it is written
+exposed            what peers may call
+operators          torch's operators, which they may call anyhow
+exceptions         how what was raised comes back
+wire               the messages
+owned, holding     the two sides of a reference: its owner's, and its holder's
+reference, passing `RRef`, and how one travels
+carriage           tensors on their way
+workers, bridge    threads for functions that block, and the way between them and the loop
+service, agent     answering calls, and making them
+api, roster        `init_rpc` and what follows it, and who takes part
+=================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+from mesh.rpc import functions
+from mesh.rpc.agent import Agent
+from mesh.rpc.api import (
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from mesh.rpc.errors import (
+    NotExposed,
+    RefLost,
+    RemoteException,
+    RpcError,
+    RpcTimeout,
+    Unsendable,
+)
+from mesh.rpc.exposed import Exposures, expose, exposed
+from mesh.rpc.options import MeshRpcBackendOptions
+from mesh.rpc.owned import RefLimits, RefRow
+from mesh.rpc.reference import RRef
+from mesh.rpc.roster import WorkerInfo
+from mesh.rpc.types import TypeTable, register_type
+
+__all__ = [
+    # what peers may call, and what travels
+    "expose",
+    "exposed",
+    "register_type",
+    "Exposures",
+    "TypeTable",
+    "functions",
+    # one program, one worker
+    "init_rpc",
+    "shutdown",
+    "rpc_sync",
+    "rpc_async",
+    "remote",
+    "get_worker_info",
+    "get_rpc_timeout",
+    "is_available",
+    "WorkerInfo",
+    "MeshRpcBackendOptions",
+    # calls and references
+    "Agent",
+    "RRef",
+    "RefLimits",
+    "RefRow",
+    # errors
+    "RpcError",
+    "RpcTimeout",
+    "RefLost",
+    "RemoteException",
+    "NotExposed",
+    "Unsendable",
+]

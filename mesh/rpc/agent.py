@@ -1,0 +1,582 @@
+"""A node's part in remote calls: it makes them, and answers those of its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import anyio
+import torch
+
+from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
+from mesh.rpc.bridge import Bridge
+from mesh.rpc.carriage import beside, fetch_part, send_part, together
+from mesh.rpc.errors import RefLost, RpcError, RpcTimeout
+from mesh.rpc.exceptions import decode_exception
+from mesh.rpc.exposed import Exposures, exposed_name, exposures
+from mesh.rpc.holding import Held, Holdings
+from mesh.rpc.operators import operator_name
+from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
+from mesh.rpc.passing import Incoming, Outgoing, held
+from mesh.rpc.reference import RRef
+from mesh.rpc.service import RpcService
+from mesh.rpc.types import TypeTable, registered_types
+from mesh.rpc.values import Packer, Unpacker
+from mesh.rpc.wire import (
+    CALL_SERVICE,
+    REFS_SERVICE,
+    Answer,
+    Fork,
+    RefNotes,
+    Request,
+    Target,
+)
+from mesh.rpc.workers import Workers
+from transport import (
+    CborValue,
+    Connection,
+    DeadlineExceeded,
+    EndpointEvent,
+    PeerJoined,
+    PeerLeft,
+    PeerRevoked,
+    ProtocolError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from mesh.node import Node
+
+__all__ = ["DEFAULT_TIMEOUT", "DEFAULT_WORKERS", "Agent"]
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds that a call may take unless it is told otherwise; upstream's default."""
+
+DEFAULT_WORKERS = 16
+"""Functions that block which run at a time; upstream's default."""
+
+GRACE = 1.0
+"""Seconds that a callee has beyond a call's limit to say itself that the time was up."""
+
+MAX_HINTS = 1024
+"""Owners of whom only another peer has said where they are."""
+
+PART_GRACE = 0.5
+"""Seconds that a call has to say why a part of it was refused."""
+
+
+class Agent:
+    """Calls between a node and its peers.
+
+    Used in the node's event loop, but for `order`, `order_method` and `own`, which are for threads
+    as well, as is its `bridge`. `Node.rpc` makes it, and runs it until the node is closed.
+
+    Args:
+        node: open, for as long as this is.
+        exposures: what peers may call; by default what the program exposes.
+        types: types that travel by value; by default those that the program has registered.
+        workers: functions that block which run at a time.
+        timeout: seconds that a call may take unless it is told otherwise; 0 for no limit.
+        limits: how many references peers may have here, and how long without a word.
+
+    Attributes:
+        ready: set once it answers.
+        lost: how the connection with a peer that is not there any more ended, of the latest ones.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        exposures: Exposures = exposures,
+        types: TypeTable = registered_types,
+        workers: int = DEFAULT_WORKERS,
+        timeout: float = DEFAULT_TIMEOUT,
+        limits: RefLimits | None = None,
+    ) -> None:
+        self.timeout = timeout
+        self.exposures = exposures
+        self.types = types
+        self.owned = OwnerTable(limits or RefLimits())
+        self.holdings = Holdings(self.tell)
+        self.bridge = Bridge()
+        self.workers = Workers(workers, self.bridge.call_soon)
+        self._node = node
+        self._service = RpcService(self)
+        self.lost: dict[NodeId, MeshError] = {}
+        self._boots: dict[NodeId, bytes] = {}
+        self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
+        self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
+        self._wake_lapse = anyio.Event()
+        self.ready = anyio.Event()
+
+    async def run(self) -> None:
+        """Answer peers, and see to the references between them and this node, until cancelled."""
+        endpoint = self._node.endpoint
+        self.lanes = self._node.lanes
+        self._service.register(endpoint)
+        endpoint.subscribe(self._observe)
+        try:
+            async with self.bridge.open(), anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self.holdings.run)
+                self._tasks.start_soon(self._lapse)
+                self.ready.set()
+                await anyio.sleep_forever()
+        finally:
+            for each in self.owned.close():
+                each.outcome.cancel()
+
+    # -- facts
+
+    @property
+    def node_id(self) -> NodeId:
+        """Who this is."""
+        return self._node.node_id
+
+    def label(self, node_id: NodeId) -> str:
+        """Return the name of a node for messages."""
+        return self._node.label(node_id)
+
+    def references(self) -> tuple[RefRow, ...]:
+        """Return every value of this node's that others have references to."""
+        return self.owned.rows(anyio.current_time())
+
+    # -- calls
+
+    async def call(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Call a function at a peer and return its result.
+
+        Args:
+            to: whose function.
+            function: one that the peer exposes, itself or by name, or one of torch's operators.
+            args, kwargs: see `mesh.rpc.values` for what travels.
+            timeout: seconds for all of it; 0 for no limit. The peer's loss ends the wait anyway.
+
+        Raises:
+            Unsendable: an argument does not travel; nothing was sent.
+            NotExposed: the peer offers no such function.
+            RpcTimeout: no answer in time. The function may have run.
+            Exception: what the function raised, of the same class if that is known here.
+            MeshError: the peer can't be reached, refuses, or was lost meanwhile.
+        """
+        return await self._ask(to, _target(function), args, kwargs or {}, timeout)
+
+    async def remote(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> RRef[Any]:
+        """Call a function at a peer, let the result stay there, and return a reference to it.
+
+        Returns once the peer has begun; what the function raises shows where the reference is used.
+
+        Args:
+            to, function, args, kwargs: as `call`.
+            timeout: seconds for the function; a result that comes later is not kept, and every copy
+                of the reference fails.
+
+        Raises:
+            MeshError: as `call`, if the peer did not begin.
+        """
+        ref, begin = self.order(to, function, args, kwargs, timeout=timeout)
+        try:
+            await begin()
+        except BaseException:
+            del ref  # which the traceback of an error that it holds would hold
+            raise
+        return ref
+
+    def order(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        """Return a reference to a result, and what has to be run once for it to come to be.
+
+        For threads too: the reference can be used at once, and waits for the rest.
+        """
+        target = _target(function)
+
+        async def found() -> Target:
+            return target
+
+        return self._order(to, found, args, kwargs or {}, timeout)
+
+    def order_method(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        """Return the same as `order`, of a method of a reference's value, at its owner."""
+        return self._order(
+            ref.owner_id, lambda: self._at(ref, "method", method), args, kwargs or {}, timeout
+        )
+
+    async def invoke(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Call a public method of a reference's value, at its owner, and return the result.
+
+        Raises:
+            NotExposed: the owner does not expose the value's class.
+            MeshError, Exception: as `call`.
+        """
+        target = await self._at(ref, "method", method)
+        return await self._ask(ref.owner_id, target, args, kwargs or {}, timeout)
+
+    async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
+        """Return a copy of a reference's value; what `RRef.fetch` is."""
+        if isinstance(ref.state, Owned):
+            with _limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
+                return await self.bridge.until_done(ref.state.outcome)
+        target = await self._at(ref, "fetch")
+        return await self._ask(ref.owner_id, target, (), {}, timeout)
+
+    def own(self, value: Any) -> RRef[Any]:
+        """Return a reference to a value of this node's own. For threads too."""
+        owned = Owned(new_id(), time.monotonic())
+        owned.outcome.set_result(value)
+        return RRef._of(self, owned)
+
+    # -- for references
+
+    async def tell(self, owner: NodeId, notes: RefNotes) -> None:
+        """Tell an owner about references of its own.
+
+        Raises:
+            RefLost: what was to be shared is gone there.
+            MeshError: it may not have heard.
+        """
+        connection = await self._connected(owner)
+        unknown = await connection.call(REFS_SERVICE, notes.encode())
+        if not isinstance(unknown, list):
+            raise ProtocolError("notes about references", peer=connection.peer, why="no answer")
+        if any(share.fork in unknown for share in notes.shared):
+            raise RefLost(
+                "sharing of a remote reference",
+                peer=self.label(owner),
+                why="its owner does not know that this node holds it",
+            )
+
+    def take_fork(
+        self, owner: NodeId, fork: Fork, where: tuple[SocketAddress, ...], giver: PeerIdentity
+    ) -> RRef[Any]:
+        """Return a reference that has come from elsewhere, and tell its owner.
+
+        Where the owner is, `giver` says; it is dialled there only if this node's authorizer lets
+        `giver` order that, as it would have to for a tensor.
+        """
+        state = held(owner, fork)
+        ref: RRef[Any] = RRef._of(self, state)
+        if not self._node.endpoint.known_addresses(owner) and len(self._hints) < MAX_HINTS:
+            self._hints[owner] = (giver, where)
+        self.holdings.arrived(state)
+        return ref
+
+    def lend_to_self(self, owned: Owned) -> bytes:
+        """Return the name by which this node's own message to itself finds a value of its own."""
+        self._own[owned.ref] = owned
+        return owned.ref
+
+    def own_value(self, ref: bytes) -> Owned:
+        """Return what `lend_to_self` has named.
+
+        Raises:
+            RefLost: nobody has it any more.
+        """
+        owned = self._own.get(ref)
+        if owned is None:
+            raise RefLost("use of a remote reference", why="there is no such value here")
+        return owned
+
+    def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
+        """Return where a node may be reached, as far as this one knows."""
+        endpoint = self._node.endpoint
+        return endpoint.addresses if node_id == self.node_id else endpoint.known_addresses(node_id)
+
+    def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a task until the agent is over."""
+        self._tasks.start_soon(function)
+
+    def watch(self) -> None:
+        """Have it looked again when something here is over: something new may be."""
+        self._wake_lapse.set()
+
+    # -- inside
+
+    def _order(
+        self,
+        to: NodeId,
+        find: Callable[[], Coroutine[Any, Any, Target]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+    ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        if to == self.node_id:
+            owned = Owned(new_id(), time.monotonic())
+
+            async def compute() -> None:
+                try:
+                    value = await self._ask(to, await find(), args, kwargs, timeout)
+                except Exception as error:
+                    _settle(owned.outcome, error)
+                except BaseException:
+                    _settle(owned.outcome, _cancelled())
+                    raise
+                else:
+                    owned.outcome.set_result(value)
+
+            return RRef._of(self, owned), compute
+        state = Held(to, Fork(new_id(), new_id()), Future())
+
+        async def begin() -> None:
+            try:
+                await self._ask(to, await find(), args, kwargs, timeout, create=state.fork)
+            except BaseException as error:
+                _settle(state.created, error if isinstance(error, Exception) else _cancelled())
+                raise
+            _settle(state.created, None)
+
+        return RRef._of(self, state), begin
+
+    async def _ask(
+        self,
+        to: NodeId,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+        *,
+        create: Fork | None = None,
+    ) -> Any:
+        seconds = self._seconds(timeout)
+        outgoing = Outgoing(self, to)
+        packer = Packer(self.types, outgoing)
+        packer.pack(tuple(args), "args")
+        packer.pack(dict(kwargs), "kwargs")
+        packed = packer.packed
+        try:
+            with _limit(seconds, str(target), self.label(to)):
+                await outgoing.settle()
+                what = beside(packed.tensors)
+                key = new_id() if what.apart else b""
+                request = Request(target, packed.items, what, seconds, create, key)
+                if to == self.node_id:
+                    return await self._service.answer_self(request, packed.tensors)
+                connection = await self._connected(to)
+                answer = await self._exchange(connection, request, packed.tensors)
+                if answer.error is not None:
+                    raise decode_exception(answer.error, peer=self.label(to), what=str(target))
+                parts = await self._fetch_parts(connection, answer)
+        except BaseException as error:
+            outgoing.undo()
+            if isinstance(error, TransportError) and not isinstance(error, RpcError):
+                error.what = str(target)
+                self._node.directory.name_in(error)
+            raise
+        refs = Incoming(self, connection.peer)
+        tensors = together(answer.beside, parts)
+        unpacker = Unpacker(answer.items, tensors, self.types, refs, self.exposures)
+        value = unpacker.unpack()
+        unpacker.finish()
+        return value
+
+    async def _exchange(
+        self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
+    ) -> Answer:
+        """Send a request and its parts; return the answer."""
+        value: CborValue = None
+        limit = request.limit + GRACE
+        if not request.key:
+            value = await connection.call(CALL_SERVICE, request.encode(), timeout=limit)
+            return Answer.decode(value)
+        failed: MeshError | None = None
+        async with anyio.create_task_group() as tasks:
+
+            async def send(number: int) -> None:
+                nonlocal failed
+                try:
+                    await send_part(connection, self.lanes, request.key, number, tensors[number])
+                except MeshError as error:
+                    failed = failed or error
+                    await anyio.sleep(PART_GRACE)  # for the call to say why
+                    tasks.cancel_scope.cancel()
+
+            for number in request.beside.apart:
+                tasks.start_soon(send, number)
+            try:
+                value = await connection.call(CALL_SERVICE, request.encode(), timeout=limit)
+            except MeshError as error:
+                failed = error
+            tasks.cancel_scope.cancel()
+        if value is None:
+            assert failed is not None
+            raise failed
+        return Answer.decode(value)
+
+    async def _fetch_parts(
+        self, connection: Connection, answer: Answer
+    ) -> Mapping[int, torch.Tensor]:
+        parts: dict[int, torch.Tensor] = {}
+        try:
+            for number in answer.beside.apart:
+                meta = answer.beside.metas[number]
+                parts[number] = await fetch_part(connection, self.lanes, answer.key, number, meta)
+        except BaseException:
+            self._tasks.start_soon(self._leave, connection, answer.key)
+            raise
+        return parts
+
+    async def _leave(self, connection: Connection, key: bytes) -> None:
+        """Tell a callee that nobody comes for an answer's tensors."""
+        with contextlib.suppress(MeshError):  # then it finds out by itself
+            await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
+
+    async def _at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
+        if ref.created is not None:
+            await self.bridge.until_done(ref.created)
+        state = ref.state
+        key = self.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
+        return Target(kind, name, key)
+
+    async def _connected(self, to: NodeId) -> Connection:
+        endpoint = self._node.endpoint
+        connection = endpoint.connection(to)
+        if connection is not None:
+            return connection
+        if to in self._hints:
+            giver, where = self._hints.pop(to)
+            known = endpoint.connection(giver.node_id)
+            if known is None or known.grant is None:
+                raise AccessDenied(
+                    "use of a remote reference",
+                    peer=self.label(to),
+                    why="where its owner is, a peer has said that may order nothing here",
+                )
+            await decide(self._node.authorizer, FetchRequest(giver, known.grant, to, 0))
+            endpoint.add_addresses(to, where)
+        return await self._node.dial(to)
+
+    def _seconds(self, timeout: float | None) -> float:
+        seconds = self.timeout if timeout is None else timeout
+        if not 0 <= seconds < 1e9:
+            raise RpcError(
+                "a remote call",
+                why=f"timeout is {seconds}, not a number of seconds from 0 (no limit) on",
+            )
+        return float(seconds)
+
+    def _observe(self, event: EndpointEvent) -> None:
+        match event:
+            case PeerJoined(connection):
+                node_id, boot = connection.peer.node_id, connection.remote_boot
+                if self._boots.get(node_id, boot) != boot:
+                    self.owned.forget(node_id)  # what it held, went with what it was
+                self._boots[node_id] = boot
+                self.lost.pop(node_id, None)
+                self.owned.returned(node_id)
+            case PeerLeft(connection, error):
+                if len(self.lost) >= MAX_HINTS:
+                    del self.lost[next(iter(self.lost))]
+                self.lost[connection.peer.node_id] = error
+                self.owned.left(connection.peer.node_id, anyio.current_time())
+                self.watch()
+            case PeerRevoked(node_id, _):
+                self.owned.forget(node_id)
+            case _:
+                pass
+
+    async def _lapse(self) -> None:
+        while True:
+            now = anyio.current_time()
+            until = min(self.owned.lapse(now), self._service.lapse(now))
+            with anyio.move_on_after(max(0.0, min(until - anyio.current_time(), 60.0))):
+                await self._wake_lapse.wait()
+                self._wake_lapse = anyio.Event()
+
+
+def _target(function: Callable[..., Any] | str) -> Target:
+    if isinstance(function, str):
+        kind = "operator" if function.startswith("torch.") else "function"
+        return Target(kind, function)
+    if not callable(function):
+        raise TypeError("function should be callable.")
+    operator = operator_name(function)
+    if operator is not None:
+        return Target("operator", operator)
+    name = exposed_name(function)
+    if name is None:
+        raise RpcError(
+            f"call of {function!r:.80}",
+            why="it has no name that a peer could know it by: only functions and classes of a "
+            "module's top level have one, and torch's operators that mesh.rpc lists",
+            fix="Move it to the top level of a module, and expose it at the callee.",
+        )
+    return Target("function", name)
+
+
+@contextlib.contextmanager
+def _limit(seconds: float, what: str, peer: str) -> Iterator[None]:
+    try:
+        with anyio.move_on_after(seconds or math.inf) as scope:
+            yield
+    except DeadlineExceeded as error:
+        if isinstance(error, RpcTimeout):
+            raise
+        raise _timeout(what, peer, seconds) from error
+    if scope.cancelled_caught:
+        raise _timeout(what, peer, seconds)
+
+
+def _timeout(what: str, peer: str, seconds: float) -> RpcTimeout:
+    return RpcTimeout(
+        what,
+        peer=peer,
+        after=seconds,
+        why=f"the RPC ran for more than the set timeout ({seconds:g} s)",
+        fix="Give it more time: timeout=, in seconds; 0 is no limit.",
+    )
+
+
+def _settle(future: Future[Any], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _cancelled() -> RefLost:
+    return RefLost("a remote reference", why="the call that was to create it was cancelled")

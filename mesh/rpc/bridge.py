@@ -1,0 +1,100 @@
+"""The way between a node's event loop and threads of any kind, both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+from mesh.rpc.errors import RpcError
+from mesh.rpc.workers import may_block
+
+__all__ = ["Bridge"]
+
+_Result = TypeVar("_Result")
+
+
+class Bridge:
+    """Lets threads wait for the loop, and the loop for threads; while it is `open`."""
+
+    def __init__(self) -> None:
+        self._portal: BlockingPortal | None = None
+        self._thread = 0
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Be there for the block, in this loop."""
+        self._thread = threading.get_ident()
+        async with BlockingPortal() as self._portal:
+            try:
+                yield
+            finally:
+                self._portal = None
+
+    def block_on(self, function: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        """Run a coroutine in the loop and return its result, to a thread.
+
+        Raises:
+            RpcError: the bridge is over, or this is the loop's own thread.
+        """
+        if threading.get_ident() == self._thread:
+            raise RpcError(
+                "waiting for a peer",
+                why="a blocking call in the node's own event loop would wait for itself",
+                fix="Use the coroutine there: await ref.fetch(), await agent.call().",
+            )
+        portal = self._portal
+        if portal is None:
+            raise _over()
+        try:
+            future: Future[_Result] = portal.start_task_soon(function)
+        except RuntimeError:  # it is over by now
+            raise _over() from None
+        return self.wait(future)
+
+    def wait(self, future: Future[_Result]) -> _Result:
+        """Return a future's result, to a thread; those of handlers let others run meanwhile."""
+        try:
+            if future.done():
+                return future.result()
+            with may_block():
+                return future.result()
+        except CancelledError:
+            raise _over() from None
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Have a function run in the loop, from any thread; at once, if it is that one's."""
+        portal = self._portal
+        if threading.get_ident() == self._thread:
+            function()
+        elif portal is not None:
+            with contextlib.suppress(RuntimeError):  # it is over by now
+                portal.start_task_soon(_run, function)
+
+    async def until_done(self, future: Future[_Result]) -> _Result:
+        """Return the result of a future that any thread may complete, as a coroutine."""
+        if not future.done():
+            done = anyio.Event()
+            future.add_done_callback(lambda _: self.call_soon(done.set))
+            await done.wait()
+        try:
+            return future.result()
+        except CancelledError:
+            raise _over() from None
+
+
+async def _run(function: Callable[[], None]) -> None:
+    function()
+
+
+def _over() -> RpcError:
+    return RpcError(
+        "a remote call",
+        why="the agent has been shut down",
+        fix="Wait for what is under way before rpc.shutdown(), or before the node is closed.",
+    )

@@ -1,0 +1,183 @@
+"""The tensors of a message on their way: small ones in it, large ones each on its own stream."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from auth import Grant, NodeId, PeerIdentity
+from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen
+from tensor_bridge import QuotaExceeded, TensorMeta, allocate, chunks, describe, tensor_bytes
+from tensor_bridge.lanes import Lanes, choose_lane
+from tensor_bridge.lanes.choice import Offer
+from tensor_bridge.memory import Payload
+from tensor_bridge.moves import settle
+from transport import Connection, Stream
+
+__all__ = [
+    "Room",
+    "beside",
+    "fetch_part",
+    "send_part",
+    "serve_receive",
+    "serve_send",
+    "together",
+]
+
+INLINE_BYTES = 32 * 1024
+"""Largest tensor that stands in the message itself: for less, a move of its own costs more."""
+
+INLINE_TOTAL = 256 * 1024
+"""All of those of one message."""
+
+STALL_SECONDS = 30.0
+"""How long 256 KiB of a large tensor may take."""
+
+GIB = 1 << 30
+
+
+class Room:
+    """How many bytes of arguments and results peers may have on their way here at a time.
+
+    Args:
+        max_bytes: of all peers.
+        max_bytes_per_peer: of one, unless its grant says less.
+    """
+
+    def __init__(self, max_bytes: int = 16 * GIB, max_bytes_per_peer: int = 8 * GIB) -> None:
+        self._max_bytes = max_bytes
+        self._max_bytes_per_peer = max_bytes_per_peer
+        self._used: dict[NodeId, int] = {}
+
+    @property
+    def used(self) -> int:
+        """Bytes that are held for all."""
+        return sum(self._used.values())
+
+    @contextlib.contextmanager
+    def hold(self, peer: PeerIdentity, grant: Grant | None, nbytes: int) -> Iterator[None]:
+        """Keep room for `nbytes` for the block.
+
+        Raises:
+            QuotaExceeded: there is none.
+        """
+        granted = None if grant is None else grant.quotas.max_bytes
+        bound = min(self._max_bytes_per_peer, math.inf if granted is None else granted)
+        mine = self._used.get(peer.node_id, 0) + nbytes
+        if mine > bound or self.used + nbytes > self._max_bytes:
+            raise QuotaExceeded(
+                f"taking of {nbytes} bytes of arguments",
+                why=f"at most {bound} at a time are granted, of {self._max_bytes} for all",
+                fix="Make fewer calls at a time, or put the tensors there first.",
+            )
+        self._used[peer.node_id] = mine
+        try:
+            yield
+        finally:
+            self._used[peer.node_id] = left = self._used.get(peer.node_id, 0) - nbytes
+            if not left:
+                del self._used[peer.node_id]
+
+
+def beside(tensors: Sequence[torch.Tensor]) -> Beside:
+    """Return what a message says of its tensors, with the content of the small ones.
+
+    Args:
+        tensors: strided ones on the CPU or a CUDA device.
+
+    Raises:
+        UnsupportedTensor: the elements of one are not plain bytes.
+    """
+    metas: list[TensorMeta] = []
+    inline: list[bytes | None] = []
+    room = INLINE_TOTAL
+    for tensor in tensors:
+        meta = describe(tensor)
+        metas.append(meta)
+        if meta.nbytes <= min(room, INLINE_BYTES):
+            inline.append(b"".join(chunks(tensor, meta)))
+            room -= meta.nbytes
+        else:
+            inline.append(None)
+    return Beside(tuple(metas), tuple(inline))
+
+
+async def send_part(
+    connection: Connection, lanes: Lanes, key: bytes, number: int, tensor: torch.Tensor
+) -> None:
+    """Send one large tensor of a request, and return once the peer has all of it.
+
+    Raises:
+        TensorChanged: it was resized meanwhile.
+        MeshError: the peer expects no such part, or is gone.
+    """
+    meta = describe(tensor)
+    offer = await lanes.offer(connection, meta.nbytes)
+    order = PartOpen(key, number, False, offer.names)
+    async with await connection.open_stream(PART_SERVICE, order.encode()) as stream:
+        accepted = PartAccepted.decode(await stream.reply())
+        way = choose_lane(stream, offer, accepted.lane, stall_seconds=STALL_SECONDS)
+        await way.send(Payload(tensor, meta), _ignore)
+        await stream.send_eof()
+        await settle(stream)
+
+
+async def fetch_part(
+    connection: Connection, lanes: Lanes, key: bytes, number: int, meta: TensorMeta
+) -> torch.Tensor:
+    """Return one large tensor of an answer, allocated once.
+
+    Raises:
+        QuotaExceeded: this machine has not so much memory.
+        MeshError: the peer has no such part, or is gone.
+    """
+    tensor = lanes.memory.allocate(meta)
+    offer = await lanes.offer(connection, meta.nbytes)
+    order = PartOpen(key, number, True, offer.names)
+    stream = await connection.open_stream(PART_SERVICE, order.encode())
+    # The landing at once: what comes by another lane may be here before the answer.
+    async with stream:
+        with offer.landing(stream):
+            accepted = PartAccepted.decode(await stream.reply())
+            way = choose_lane(stream, offer, accepted.lane, stall_seconds=STALL_SECONDS)
+            await way.receive(tensor_bytes(tensor), _ignore)
+    return tensor
+
+
+async def serve_send(stream: Stream, offer: Offer, tensor: torch.Tensor) -> None:
+    """Send one large tensor of an answer on the stream that a peer has opened for it."""
+    with offer.landing(stream):
+        await stream.send_reply(PartAccepted(offer.best).encode())
+        way = choose_lane(stream, offer, offer.best, stall_seconds=STALL_SECONDS)
+        await way.send(Payload(tensor, describe(tensor)), _ignore)
+        await settle(stream)
+
+
+async def serve_receive(stream: Stream, offer: Offer, tensor: torch.Tensor) -> None:
+    """Take one large tensor of a request on the stream that a peer has opened for it."""
+    with offer.landing(stream):
+        await stream.send_reply(PartAccepted(offer.best).encode())
+        way = choose_lane(stream, offer, offer.best, stall_seconds=STALL_SECONDS)
+        await way.receive(tensor_bytes(tensor), _ignore)
+        await settle(stream)
+
+
+def together(what: Beside, parts: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Return all tensors of a message in order: those in it, and those that came apart."""
+    return [
+        parts[number] if data is None else _filled(meta, data)
+        for number, (meta, data) in enumerate(zip(what.metas, what.inline, strict=True))
+    ]
+
+
+def _filled(meta: TensorMeta, data: bytes) -> torch.Tensor:
+    tensor = allocate(meta)
+    tensor_bytes(tensor)[:] = data
+    return tensor
+
+
+def _ignore(_: int) -> None:
+    """Progress that nobody waits for."""

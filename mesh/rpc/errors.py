@@ -1,0 +1,68 @@
+"""The branch of the exception tree that belongs to remote calls (its root is in ``auth.errors``).
+
+    MeshError
+    └── RpcError            a call could not be made, answered, or its result used
+        ├── Unsendable      an argument or a result that does not travel; names its place
+        ├── NotExposed      the callee offers no function of that name, or no such method
+        ├── RpcTimeout      the time given for a call ran out
+        ├── RefLost         a remote reference whose value is gone, or never came to be
+        └── RemoteException the function raised what the caller has no class for
+
+All are ``RuntimeError`` too, which is what programs written for ``torch.distributed.rpc`` catch;
+`Unsendable` is a ``TypeError`` as well, raised before anything is sent.
+"""
+
+from __future__ import annotations
+
+from auth import MeshError
+from transport import DeadlineExceeded
+
+__all__ = ["NotExposed", "RefLost", "RemoteException", "RpcError", "RpcTimeout", "Unsendable"]
+
+
+class RpcError(MeshError, RuntimeError):
+    """A remote call could not be made, answered, or its result used."""
+
+    code = "rpc"
+
+
+class Unsendable(RpcError, TypeError):
+    """An argument or a result does not travel; ``why`` names its place: ``args[1]['w']``."""
+
+    code = "rpc-unsendable"
+    exit_code = 2
+
+
+class NotExposed(RpcError):
+    """The callee offers no function of that name, or the object no such method, to this peer."""
+
+    code = "rpc-not-exposed"
+
+
+class RpcTimeout(RpcError, DeadlineExceeded):
+    """The time given for a call ran out. The function may still run, or have run."""
+
+    code = "rpc-timeout"
+    exit_code = 5
+
+
+class RefLost(RpcError):
+    """The value of a remote reference is gone, or never came to be."""
+
+    code = "rpc-ref-lost"
+
+
+class RemoteException(RpcError):
+    """The function raised an exception that the caller has no class for.
+
+    Attributes:
+        type_name: the exception's class at the callee: ``"package.module.Name"``.
+        message: its text.
+        remote_traceback: where it was raised, as the callee printed it.
+    """
+
+    code = "rpc-raised"
+
+    type_name: str = ""
+    message: str = ""
+    remote_traceback: str = ""

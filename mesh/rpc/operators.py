@@ -1,0 +1,159 @@
+"""The operators of torch that a peer may call here without anybody exposing them.
+
+A positive list: functions that compute tensors from tensors and numbers, and touch nothing else. A
+peer's grant bounds how large a result may be, which is found out on the device ``meta``, where
+tensors have a shape and no elements, before anything is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mesh.rpc.errors import NotExposed
+from tensor_bridge import QuotaExceeded
+
+__all__ = ["MAX_RESULT_BYTES", "call_operator", "check_operator", "operator_name"]
+
+MAX_RESULT_BYTES = 1 << 30
+"""Largest result of one operator where the peer's grant names no bound."""
+
+_NAMES = """
+    abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr all allclose amax
+    amin aminmax angle any arange argmax argmin argsort argwhere asin asinh atan atan2 atanh
+    atleast_1d atleast_2d atleast_3d baddbmm bitwise_and bitwise_not bitwise_or bitwise_xor
+    bmm broadcast_to bucketize cat cdist ceil celu chunk clamp clone column_stack complex
+    concat conj copysign cos cosh count_nonzero cov cross cummax cummin cumprod cumsum
+    deg2rad det diag diag_embed diagonal diff digamma dist div divide dot dstack einsum
+    empty_like eq equal erf erfc erfinv exp exp2 expm1 eye flatten flip fliplr flipud
+    float_power floor floor_divide fmax fmin fmod frac full full_like gather ge greater gt
+    heaviside hstack hypot imag index_add index_select inner inverse isclose isfinite isinf
+    isnan kron kthvalue le lerp less lgamma linspace log log10 log1p log2 log_softmax
+    logaddexp logaddexp2 logcumsumexp logical_and logical_not logical_or logical_xor
+    logspace logsumexp lt masked_fill masked_select matmul matrix_power max maximum mean
+    median meshgrid min minimum mm mode movedim mul multiply mv nan_to_num nanmean nanmedian
+    nansum narrow ne neg negative nonzero norm normal numel ones ones_like outer permute
+    poisson polar pow prod quantile rad2deg rand rand_like randint randn randn_like randperm
+    real reciprocal relu remainder renorm reshape roll rot90 round rsqrt rsub scatter
+    scatter_add searchsorted selu sigmoid sign signbit sin sinc sinh softmax sort split sqrt
+    square squeeze stack std std_mean sub subtract sum swapaxes t take take_along_dim tan
+    tanh tensordot tile topk trace transpose tril triu true_divide trunc unbind unflatten
+    unique unsqueeze var var_mean vdot vstack where xlogy zeros zeros_like
+"""
+
+_OPERATORS: Mapping[str, Callable[..., Any]] = {
+    f"torch.{name}": getattr(torch, name) for name in _NAMES.split()
+}
+_NAME_OF = {id(function): name for name, function in _OPERATORS.items()}
+
+_SIZED = frozenset(
+    f"torch.{name}"
+    for name in [
+        "arange",
+        "broadcast_to",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "normal",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tile",
+        "zeros",
+    ]
+)
+"""Those whose result is as large as a number says. That of any other has at most as many elements
+as the product of its tensors' numbers of them, squared: an outer product, a diagonal matrix."""
+
+_LARGEST_ELEMENT = 16
+
+
+def operator_name(function: Callable[..., Any]) -> str | None:
+    """Return what one of these operators is called on the wire, None if it is none."""
+    name = _NAME_OF.get(id(function))
+    return name if name is not None and _OPERATORS[name] is function else None
+
+
+def call_operator(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, max_bytes: int
+) -> Any:
+    """Return what an operator makes of its arguments.
+
+    Args:
+        name: as `operator_name` returns it.
+        args, kwargs: what the caller gave; ``out`` is refused.
+        max_bytes: largest result, all its tensors together.
+
+    Raises:
+        NotExposed: there is no such operator.
+        QuotaExceeded: the result would be too large; nothing was computed.
+        Exception: what the operator raises.
+    """
+    check_operator(name)
+    if "out" in kwargs:
+        raise NotExposed(f"call of {name!r}", why="an operator writes to nothing that is given")
+    function = _OPERATORS[name]
+    if name in _SIZED or _bound(args, kwargs) > max_bytes:
+        _check_size(name, function, args, kwargs, max_bytes)
+    return function(*args, **kwargs)
+
+
+def check_operator(name: str) -> None:
+    """Return if there is such an operator.
+
+    Raises:
+        NotExposed: there is none.
+    """
+    if name not in _OPERATORS:
+        raise NotExposed(
+            f"call of {name!r:.80}",
+            why="it is not among the operators that peers may call",
+            fix="Call it in a function that the callee exposes.",
+        )
+
+
+def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return how many bytes the result may have at most, for all but the sized operators."""
+    numbers = (
+        max(2, leaf.numel())
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, torch.Tensor)
+    )
+    return _LARGEST_ELEMENT * math.prod(numbers) ** 2
+
+
+def _check_size(
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    max_bytes: int,
+) -> None:
+    given = dict(kwargs)
+    given.pop("device", None)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            shapes = function(*tree_map(_shape_of, list(args)), **tree_map(_shape_of, given))
+    except NotImplementedError:
+        shapes = args  # as of those whose elements decide: at most about as large as their input
+    nbytes = sum(
+        leaf.numel() * leaf.dtype.itemsize
+        for leaf in tree_leaves(shapes)
+        if isinstance(leaf, torch.Tensor)
+    )
+    if nbytes > max_bytes:
+        raise QuotaExceeded(
+            f"call of {name!r}",
+            why=f"its result would take {nbytes} bytes, and at most {max_bytes} are granted",
+        )
+
+
+def _shape_of(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value

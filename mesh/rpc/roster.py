@@ -1,0 +1,185 @@
+"""Who takes part in a job of remote calls: names, ranks, nodes, told through a c10d store.
+
+The store tells who the workers are and where; it proves nothing. Whoever is dialled has to hold the
+key that the store named, and to admit this node, and what a worker may call here is for this
+node's own authorizer to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from auth import IdentityError, NodeId, SocketAddress
+from mesh.rpc.errors import RpcError, RpcTimeout
+from transport import (
+    AddressError,
+    CborValue,
+    ProtocolError,
+    cbor,
+    format_address,
+    parse_address,
+)
+
+__all__ = ["Roster", "WorkerInfo"]
+
+RECORD_BYTES = 4096
+MAX_ADDRESSES = 16
+
+STEP_SECONDS = 0.5
+"""How long one look into the store waits, when something else may end the wait."""
+
+_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One worker.
+
+    Attributes:
+        name: what it calls itself, unique in the job.
+        id: its rank.
+        node_id: which node it is.
+    """
+
+    name: str
+    id: int
+    node_id: NodeId
+
+
+class Roster:
+    """The workers of one job.
+
+    Args:
+        store: the job's own part of a c10d store.
+        name, rank: this worker's.
+        size: how many workers there are; None for a job that others join as they come.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int | None) -> None:
+        if not _NAME.fullmatch(name):
+            raise RpcError(
+                f"name {name!r:.140} of a worker",
+                why="it must be 1 to 127 letters, digits, '_', ':' and '-'",
+            )
+        if rank < 0 or (size is not None and rank >= size):
+            raise RpcError(
+                f"rank {rank} of worker {name!r}",
+                why="ranks go from 0 to the number of workers less one",
+                fix="Give init_rpc rank= and world_size=, or run under torchrun.",
+            )
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self.size = size
+        self._known: dict[int | str, WorkerInfo] = {}
+        self._where: dict[NodeId, tuple[SocketAddress, ...]] = {}
+
+    def publish(self, node_id: NodeId, addresses: tuple[SocketAddress, ...]) -> None:
+        """Tell the others who this worker is and where.
+
+        Raises:
+            RpcError: another worker has its name or its rank.
+        """
+        where: list[CborValue] = [format_address(each) for each in addresses[:MAX_ADDRESSES]]
+        record: CborValue = {
+            "name": self._name,
+            "rank": self._rank,
+            "node": str(node_id),
+            "addresses": where,
+        }
+        data = cbor.encode(record, max_size=RECORD_BYTES)
+        for key in (f"name/{self._name}", f"rank/{self._rank}"):
+            if self._store.add(f"taken/{key}", 1) != 1:
+                raise RpcError(
+                    f"worker {self._name!r} with rank {self._rank}",
+                    why="RPC worker name and rank must be unique, and another worker has one of "
+                    "the two",
+                )
+            self._store.set(key, data)  # type: ignore[arg-type]  # bytes will do
+
+    def find(self, who: str | int, timeout: float) -> WorkerInfo:
+        """Return a worker by name or rank, waiting for it to come if need be.
+
+        Raises:
+            RpcTimeout: there is none within `timeout` seconds.
+            RpcError: what the store has of it is no record.
+        """
+        known = self._known.get(who)
+        if known is not None:
+            return known
+        key = f"name/{who}" if isinstance(who, str) else f"rank/{who}"
+        if not self._wait(key, timeout):
+            raise RpcTimeout(
+                f"looking for worker {who!r}",
+                after=timeout,
+                why="nobody of that name has come: unknown destination worker",
+                fix="Is it running, with the same init_method?",
+            )
+        info, where = self._read(self._store.get(key), who)
+        self._known[info.name] = self._known[info.id] = info
+        self._where[info.node_id] = where
+        return info
+
+    def everybody(self, timeout: float) -> tuple[WorkerInfo, ...]:
+        """Return all workers of a job whose size is given, once all have come.
+
+        Raises:
+            RpcTimeout: names the first that did not.
+        """
+        end = time.monotonic() + timeout
+        return tuple(
+            self.find(rank, max(0.0, end - time.monotonic())) for rank in range(self.size or 0)
+        )
+
+    def addresses(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
+        """Return where a worker that was found says that it is."""
+        return self._where.get(node_id, ())
+
+    def of_node(self, node_id: NodeId) -> WorkerInfo | None:
+        """Return a worker that was found, by its node."""
+        return next((info for info in self._known.values() if info.node_id == node_id), None)
+
+    # -- the end
+
+    def say(self, what: str) -> None:
+        """Tell the others that this worker has come as far as `what`."""
+        self._store.set(f"{what}/{self._rank}", "1")
+
+    def has_said(self, what: str, rank: int) -> bool:
+        """Return whether a worker has come that far, after a moment's wait for it."""
+        return self._wait(f"{what}/{rank}", STEP_SECONDS)
+
+    # -- inside
+
+    def _wait(self, key: str, timeout: float) -> bool:
+        try:
+            self._store.wait([key], timedelta(seconds=max(timeout, 0.001)))
+        except RuntimeError:
+            return False
+        return True
+
+    def _read(self, data: bytes, who: str | int) -> tuple[WorkerInfo, tuple[SocketAddress, ...]]:
+        try:
+            match cbor.decode(data, max_size=RECORD_BYTES):
+                case {
+                    "name": str(name),
+                    "rank": int(rank),
+                    "node": str(node),
+                    "addresses": [*texts],
+                } if who in (name, rank) and len(texts) <= MAX_ADDRESSES and _NAME.fullmatch(name):
+                    where = tuple(parse_address(str(text)) for text in texts)
+                    return WorkerInfo(name, rank, NodeId.parse(node)), where
+        except (ProtocolError, IdentityError, AddressError) as error:
+            raise _wrong(who, str(error)) from error
+        raise _wrong(who, "it does not name a worker, a node and addresses")
+
+
+def _wrong(who: str | int, why: str) -> RpcError:
+    return RpcError(
+        f"looking for worker {who!r}", why=f"the store's entry of it can't be used: {why}"
+    )

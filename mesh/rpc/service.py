@@ -1,0 +1,280 @@
+"""Answering calls: what is asked for is found, given room, run, and its result sent back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import torch
+
+from auth import Grant, PeerIdentity
+from mesh.rpc import wire
+from mesh.rpc.carriage import Room, beside, together
+from mesh.rpc.errors import NotExposed, RefLost, RpcTimeout, Unsendable
+from mesh.rpc.exceptions import encode_exception
+from mesh.rpc.functions import is_async_execution
+from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
+from mesh.rpc.owned import Owned
+from mesh.rpc.parts import Parts
+from mesh.rpc.passing import Incoming as IncomingRefs
+from mesh.rpc.passing import Outgoing
+from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.wire import Answer, RefNotes, Request, Target
+from transport import CborValue, Endpoint, Incoming, ProtocolError
+
+if TYPE_CHECKING:
+    from mesh.rpc.agent import Agent
+
+__all__ = ["RpcService"]
+
+_Function = Callable[[], Any]
+
+
+class RpcService:
+    """The callee's side of `Agent`, whose it is."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._room = Room()
+        self._parts = Parts(agent)
+
+    def register(self, endpoint: Endpoint) -> None:
+        """Offer the services to peers whose grant has the scope for it."""
+        endpoint.register_call(wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE)
+        endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
+        endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
+
+    async def answer_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the result of a node's call to itself.
+
+        What it is given and what it returns are copies, as of any other node's call.
+        """
+        me = PeerIdentity(self._agent.node_id)
+        copies = [
+            tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors
+        ]
+        try:
+            value = await self._run(request, copies, me, None)
+        except _Raised as raised:
+            raise raised.error from None
+        refs = Outgoing(self._agent, me.node_id)
+        packed = self._packed(value, refs)
+        results = [each.detach().clone() for each in packed.tensors]
+        return self._unpacked(packed.items, results, me, count=1)[0]
+
+    def lapse(self, now: float) -> float:
+        """Forget what nobody has come for; return when to call this again."""
+        return self._parts.lapse(now)
+
+    # -- the three services
+
+    async def _answer_call(self, incoming: Incoming) -> CborValue:
+        request, peer = Request.decode(incoming.value), incoming.peer
+        with self._room.hold(peer, incoming.grant, request.beside.nbytes):
+            if request.target.kind in ("function", "operator"):
+                self._check(request.target)  # before large tensors are sent in vain
+            parts = await self._parts.receive(peer.node_id, request)
+            ended = await self._ended(request, together(request.beside, parts), incoming)
+            del parts
+        if isinstance(ended, Answer):
+            return ended.encode()
+        what = beside(ended.tensors)
+        key = self._parts.offer(peer.node_id, ended.tensors, what) if what.apart else b""
+        return Answer(ended.items, what, key).encode()
+
+    async def _answer_notes(self, incoming: Incoming) -> CborValue:
+        notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
+        now = anyio.current_time()
+        unknown: list[CborValue] = []
+        for share in notes.shared:
+            fork = wire.Fork(share.ref, share.fork)
+            if not owned.share(fork, share.holder, by, now):
+                unknown.append(share.fork)
+        unknown.extend(fork.fork for fork in notes.confirmed if not owned.confirm(fork, by))
+        for fork in notes.dropped:
+            owned.drop(fork, by)
+        for key in notes.left:
+            self._parts.leave(by, key)
+        if notes.shared:
+            self._agent.watch()
+        return unknown
+
+    # -- a call
+
+    async def _ended(
+        self, request: Request, tensors: Sequence[torch.Tensor], incoming: Incoming
+    ) -> Packed | Answer:
+        """Return a call's result, or what its function raised, ready to travel."""
+        peer = incoming.peer
+        if request.create is not None:
+            self._begin(request, tensors, incoming, request.create)
+            return self._packed(None, Outgoing(self._agent, peer.node_id))
+        try:
+            value = await self._run(request, tensors, peer, incoming.grant)
+        except _Raised as raised:
+            return Answer(error=encode_exception(raised.error))
+        refs = Outgoing(self._agent, peer.node_id)
+        try:
+            packed = self._packed(value, refs)
+            await refs.settle()
+        except Exception as error:
+            refs.undo()
+            if isinstance(error, Unsendable):
+                error.what = f"sending of the result of {request.target}"
+            return Answer(error=encode_exception(error))
+        return packed
+
+    def _begin(
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        incoming: Incoming,
+        create: wire.Fork,
+    ) -> None:
+        """Begin a call whose result stays here, for its caller to refer to."""
+        peer, grant = incoming.peer, incoming.grant
+        if request.target.kind == "fetch":
+            raise NotExposed(str(request.target), why="its result can't become a reference")
+        owned = self._agent.owned.create(create, peer.node_id, anyio.current_time())
+
+        async def compute() -> None:
+            try:
+                value = await self._run(request, tensors, peer, grant)
+            except _Raised as raised:
+                _fail(owned, raised.error)
+            except Exception as error:
+                _fail(owned, error)
+            except BaseException:
+                _fail(owned, RefLost("a remote reference", why="its owner has been shut down"))
+                raise
+            else:
+                owned.outcome.set_result(value)
+
+        self._agent.start_soon(compute)
+
+    async def _run(
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        peer: PeerIdentity,
+        grant: Grant | None,
+    ) -> Any:
+        """Return what a call's target returns.
+
+        Raises:
+            _Raised: what it raised, a timeout included.
+            MeshError: it is not to be called like this.
+        """
+        target = request.target
+        if target.kind == "fetch":
+            owned = self._owned(target.key, peer)
+            return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
+        args, kwargs = self._unpacked(request.items, tensors, peer, count=2)
+        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+            raise ProtocolError("a call", why="its arguments are no tuple and dict")
+        if any(not isinstance(name, str) for name in kwargs):
+            raise ProtocolError("a call", why="the name of an argument is no text")
+        if target.kind == "operator":
+            bound = MAX_RESULT_BYTES
+            if grant is not None and grant.quotas.max_bytes is not None:
+                bound = min(bound, grant.quotas.max_bytes)
+            function: _Function = lambda: call_operator(  # noqa: E731
+                target.name, args, kwargs, max_bytes=bound
+            )
+            return await self._within(
+                request, lambda: self._agent.workers.run(peer.node_id, function)
+            )
+        if target.kind == "method":
+            owned = self._owned(target.key, peer)
+            value = await self._within(
+                request, lambda: self._agent.bridge.until_done(owned.outcome)
+            )
+            found = self._agent.exposures.method(value, target.name)
+        else:
+            found = self._agent.exposures.callable(target.name)
+        return await self._within(request, lambda: self._called(found, args, kwargs, peer))
+
+    async def _called(
+        self, found: Callable[..., Any], args: Any, kwargs: Any, peer: PeerIdentity
+    ) -> Any:
+        if inspect.iscoroutinefunction(found):
+            return await found(*args, **kwargs)
+        result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
+        if is_async_execution(found):
+            return await _completed(self._agent, result)
+        return result
+
+    async def _within(self, request: Request, work: Callable[[], Awaitable[Any]]) -> Any:
+        with anyio.move_on_after(request.limit):
+            try:
+                return await work()
+            except Exception as error:
+                raise _Raised(error) from error
+        raise _Raised(
+            RpcTimeout(
+                str(request.target),
+                after=request.seconds,
+                why=f"the RPC ran for more than the set timeout ({request.seconds:g} s)",
+                fix="Give it more time: timeout=, in seconds; 0 is no limit.",
+            )
+        )
+
+    # -- inside
+
+    def _check(self, target: Target) -> None:
+        """Refuse what can't be called."""
+        if target.kind == "function":
+            self._agent.exposures.callable(target.name)
+        else:
+            check_operator(target.name)
+
+    def _owned(self, ref: bytes, peer: PeerIdentity) -> Owned:
+        if peer.node_id == self._agent.node_id:
+            return self._agent.own_value(ref)
+        return self._agent.owned.held(ref, peer.node_id)
+
+    def _packed(self, value: Any, refs: Outgoing) -> Packed:
+        packer = Packer(self._agent.types, refs)
+        packer.pack(value, "the result")
+        return packer.packed
+
+    def _unpacked(
+        self,
+        items: list[CborValue],
+        tensors: Sequence[torch.Tensor],
+        peer: PeerIdentity,
+        *,
+        count: int,
+    ) -> list[Any]:
+        refs = IncomingRefs(self._agent, peer)
+        unpacker = Unpacker(items, tensors, self._agent.types, refs, self._agent.exposures)
+        values = [unpacker.unpack() for _ in range(count)]
+        unpacker.finish()
+        return values
+
+
+class _Raised(Exception):
+    """What a function raised, apart from what goes wrong around it."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _fail(owned: Owned, error: BaseException) -> None:
+    if not owned.outcome.done():
+        owned.outcome.set_exception(error)
+
+
+async def _completed(agent: Agent, future: Any) -> Any:
+    if not isinstance(future, torch.futures.Future):
+        raise TypeError(
+            "Functions decorated with async_execution must return a torch.futures.Future, and this "
+            f"one has returned a {type(future).__name__}"
+        )
+    done = anyio.Event()
+    future.add_done_callback(lambda _: agent.bridge.call_soon(done.set))
+    await done.wait()
+    return future.value()

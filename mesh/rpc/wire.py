@@ -1,0 +1,395 @@
+"""What is said about a call, apart from the content of its large tensors. Pure: no I/O.
+
+==============  ==========================================================================
+``rpc.call``    a call: `Request` in, `Answer` out
+``rpc.part``    a stream: one large tensor of either, `PartOpen` in, `PartAccepted` out
+``rpc.refs``    a call: `RefNotes` in, the references unknown to their owner out
+==============  ==========================================================================
+
+A message whose large tensors travel apart has a `key`, under which they do. Those of a request are
+sent while it waits for them; those of an answer are fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Self
+
+from auth import IdentityError, NodeId
+from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS
+from tensor_bridge import TensorMeta, decode_meta, encode_meta
+from tensor_bridge.fields import Fields
+from tensor_bridge.wire import lane_of, lanes_of
+from transport import CborValue
+
+__all__ = [
+    "CALL_SERVICE",
+    "ID_BYTES",
+    "PART_SERVICE",
+    "REFS_SERVICE",
+    "SCOPE",
+    "Answer",
+    "Beside",
+    "Fork",
+    "PartAccepted",
+    "PartOpen",
+    "RefNotes",
+    "Request",
+    "Share",
+    "Target",
+]
+
+CALL_SERVICE, PART_SERVICE, REFS_SERVICE = "rpc.call", "rpc.part", "rpc.refs"
+
+SCOPE = "rpc:call"
+"""What a peer needs to call anything here."""
+
+ID_BYTES = 16
+"""Of references, of forks of them, and of messages with large tensors."""
+
+MAX_NAME = 256
+MAX_NOTES = 1024
+"""Most entries of each kind in one `RefNotes`."""
+
+MAX_SECONDS = 1e9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beside:
+    """The tensors of a message: what each is, and the content of those that are small.
+
+    Attributes:
+        metas: one for each.
+        inline: the bytes of each, None where they travel apart.
+    """
+
+    metas: tuple[TensorMeta, ...] = ()
+    inline: tuple[bytes | None, ...] = ()
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """The numbers of those whose bytes travel apart."""
+        return tuple(number for number, data in enumerate(self.inline) if data is None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(meta.nbytes for meta in self.metas)
+
+    def encode(self) -> list[CborValue]:
+        """Return them as they travel."""
+        pairs = zip(self.metas, self.inline, strict=True)
+        return [[encode_meta(meta), data] for meta, data in pairs]
+
+    @classmethod
+    def decode(cls, fields: Fields, name: str) -> Self:
+        """Take them out of `fields`."""
+        metas: list[TensorMeta] = []
+        inline: list[bytes | None] = []
+        for item in fields.items(name, MAX_TENSORS):
+            match item:
+                case [meta, bytes() | None as data]:
+                    metas.append(decode_meta(meta))
+                    if data is not None and len(data) != metas[-1].nbytes:
+                        raise fields.wrong("a tensor of another length than it should have")
+                    inline.append(data)
+                case _:
+                    raise fields.wrong("a tensor is a description and its bytes")
+        return cls(tuple(metas), tuple(inline))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be called.
+
+    Attributes:
+        kind: ``"function"``, ``"operator"``, ``"method"`` or ``"fetch"``.
+        name: of the function, operator or method; empty for a fetch.
+        key: the reference of a method or a fetch.
+    """
+
+    kind: str
+    name: str = ""
+    key: bytes = b""
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return it as it travels."""
+        value: dict[str, CborValue] = {"kind": self.kind}
+        if self.name:
+            value["name"] = self.name
+        if self.key:
+            value["key"] = self.key
+        return value
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the target in `value`."""
+        fields = Fields(value, "target of a call")
+        kind = fields.text("kind", longest=16)
+        if kind not in _KINDS:
+            raise fields.wrong(f"{kind!r} is no kind of target")
+        has_name, has_key = _KINDS[kind]
+        name = fields.text("name", longest=MAX_NAME) if has_name else ""
+        key = fields.data("key", shortest=ID_BYTES, longest=ID_BYTES) if has_key else b""
+        fields.finish()
+        return cls(kind, name, key)
+
+    def __str__(self) -> str:
+        if self.kind == "fetch":
+            return "fetch of a reference"
+        return f"call of {self.kind} {self.name!r}"
+
+
+_KINDS = {
+    "function": (True, False),
+    "operator": (True, False),
+    "method": (True, True),
+    "fetch": (False, True),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """A call.
+
+    Attributes:
+        target: what is called.
+        items: the positional arguments as a tuple, then the others as a dict.
+        beside: their tensors.
+        seconds: how long it may take; 0 for as long as it likes.
+        create: the reference that the result is to become, and the caller's fork of it.
+        key: what its large tensors travel under; empty if there are none.
+    """
+
+    target: Target
+    items: list[CborValue]
+    beside: Beside
+    seconds: float
+    create: Fork | None = None
+    key: bytes = b""
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        value: dict[str, CborValue] = {
+            "target": self.target.encode(),
+            "items": self.items,
+            "tensors": self.beside.encode(),
+            "seconds": self.seconds,
+        }
+        if self.create is not None:
+            value["create"] = self.create.encode()
+        if self.key:
+            value["key"] = self.key
+        return value
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "call")
+        target = Target.decode(fields.value("target"))
+        items = fields.items("items", MAX_ITEMS)
+        beside = Beside.decode(fields, "tensors")
+        seconds = fields.value("seconds")
+        if not isinstance(seconds, float) or not 0 <= seconds <= MAX_SECONDS:
+            raise fields.wrong("'seconds' is no time limit")
+        create = Fork.decode(fields.value("create")) if fields.has("create") else None
+        key = _key(fields, beside)
+        fields.finish()
+        return cls(target, items, beside, seconds, create, key)
+
+    @property
+    def limit(self) -> float:
+        """The time limit in seconds, infinite if there is none."""
+        return self.seconds or math.inf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """How a call ended.
+
+    Attributes:
+        items: the result.
+        beside: its tensors.
+        key: what its large tensors can be fetched under; empty if there are none.
+        error: what the function raised, as `encode_exception` writes it; then there is no result.
+    """
+
+    items: list[CborValue] = dataclasses.field(default_factory=list)
+    beside: Beside = Beside()
+    key: bytes = b""
+    error: CborValue = None
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        if self.error is not None:
+            return {"error": self.error}
+        value: dict[str, CborValue] = {"items": self.items, "tensors": self.beside.encode()}
+        if self.key:
+            value["key"] = self.key
+        return value
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "answer of a call")
+        if fields.has("error"):
+            answer = cls(error=fields.value("error"))
+        else:
+            items = fields.items("items", MAX_ITEMS)
+            beside = Beside.decode(fields, "tensors")
+            answer = cls(items, beside, _key(fields, beside))
+        fields.finish()
+        return answer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartOpen:
+    """One large tensor of a message is to travel.
+
+    Attributes:
+        key: the message's.
+        number: which of its tensors.
+        is_fetched: whether the opener gets it, and does not send it.
+        lanes: the ways that it may take, by name.
+    """
+
+    key: bytes
+    number: int
+    is_fetched: bool
+    lanes: tuple[str, ...]
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        value: dict[str, CborValue] = {
+            "key": self.key,
+            "number": self.number,
+            "is_fetched": self.is_fetched,
+        }
+        if self.lanes:
+            value["lanes"] = list(self.lanes)
+        return value
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "part of a call")
+        message = cls(
+            fields.data("key", shortest=ID_BYTES, longest=ID_BYTES),
+            fields.integer("number", high=MAX_TENSORS - 1),
+            fields.flag("is_fetched"),
+            lanes_of(fields),
+        )
+        fields.finish()
+        return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartAccepted:
+    """The tensor is expected, or there, and takes this lane; None for the stream itself."""
+
+    lane: str | None
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {} if self.lane is None else {"lane": self.lane}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "answer about a part")
+        message = cls(lane_of(fields))
+        fields.finish()
+        return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fork:
+    """One holder's share of a reference."""
+
+    ref: bytes
+    fork: bytes
+
+    def encode(self) -> list[CborValue]:
+        """Return it as it travels."""
+        return [self.ref, self.fork]
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the share in `value`."""
+        match value:
+            case [bytes(ref), bytes(fork)] if len(ref) == len(fork) == ID_BYTES:
+                return cls(ref, fork)
+        raise Fields({}, "share of a reference").wrong("it is two ids")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """A holder gives a share of its own to another node."""
+
+    ref: bytes
+    fork: bytes
+    holder: NodeId
+
+    def encode(self) -> list[CborValue]:
+        """Return it as it travels."""
+        return [self.ref, self.fork, self.holder.raw]
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the share in `value`."""
+        match value:
+            case [ref, fork, bytes(holder)]:
+                found = Fork.decode([ref, fork])
+                try:
+                    return cls(found.ref, found.fork, NodeId(holder))
+                except (IdentityError, ValueError) as error:
+                    raise Fields({}, "share of a reference").wrong(str(error)) from error
+        raise Fields({}, "share of a reference").wrong("it is two ids and a node")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RefNotes:
+    """What a holder tells an owner of what it has there; saying it twice does no harm.
+
+    Attributes:
+        shared: given to others, who will confirm.
+        confirmed: have come here.
+        dropped: nobody here has them any more.
+        left: keys of answers whose tensors nobody here fetches any more.
+    """
+
+    shared: tuple[Share, ...] = ()
+    confirmed: tuple[Fork, ...] = ()
+    dropped: tuple[Fork, ...] = ()
+    left: tuple[bytes, ...] = ()
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {
+            "shared": [each.encode() for each in self.shared],
+            "confirmed": [each.encode() for each in self.confirmed],
+            "dropped": [each.encode() for each in self.dropped],
+            "left": list(self.left),
+        }
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "notes about references")
+        shared = tuple(map(Share.decode, fields.items("shared", MAX_NOTES)))
+        confirmed = tuple(map(Fork.decode, fields.items("confirmed", MAX_NOTES)))
+        dropped = tuple(map(Fork.decode, fields.items("dropped", MAX_NOTES)))
+        keys = fields.items("left", MAX_NOTES)
+        fields.finish()
+        left = tuple(key for key in keys if isinstance(key, bytes) and len(key) == ID_BYTES)
+        if len(left) != len(keys):
+            raise fields.wrong("'left' must be keys")
+        return cls(shared, confirmed, dropped, left)
+
+
+def _key(fields: Fields, beside: Beside) -> bytes:
+    """Take the key of a message, which it has if some of its tensors travel apart."""
+    if fields.has("key") != bool(beside.apart):
+        raise fields.wrong("'key' goes with tensors that travel apart, and only with them")
+    return fields.data("key", shortest=ID_BYTES, longest=ID_BYTES) if beside.apart else b""

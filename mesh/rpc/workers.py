@@ -1,0 +1,150 @@
+"""Threads for functions that block: a few at a time, fairly among peers, without a deadlock.
+
+At most so many functions run at once. One that waits for another call lets another run meanwhile:
+calls that call back, however deep, do not wait for each other's threads. Peers have their turns
+one after another, however many calls each has waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
+
+import anyio
+import anyio.to_thread
+
+from auth import NodeId
+from transport import LimitExceeded
+
+__all__ = ["Workers", "may_block"]
+
+_Result = TypeVar("_Result")
+
+MAX_THREADS = 2048
+"""Most threads, those that wait included: what a hostile caller can make us start. Each takes some
+50 KiB while it waits."""
+
+
+class Workers:
+    """Runs functions in threads. Used in one event loop, but for `waiting`.
+
+    Args:
+        limit: how many run at a time.
+        call_soon: runs a function in the loop, from any thread.
+    """
+
+    def __init__(self, limit: int, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        self._free = limit
+        self._call_soon = call_soon
+        self._busy = 0
+        self._unlimited = anyio.CapacityLimiter(math.inf)
+        self._queues: OrderedDict[NodeId, deque[anyio.Event]] = OrderedDict()
+
+    async def run(self, peer: NodeId, function: Callable[[], _Result]) -> _Result:
+        """Return what `function` does in a thread of its own.
+
+        Who is cancelled does not wait for its end; until then it counts among those that run.
+
+        Args:
+            peer: whose turn it takes.
+            function: what to run.
+
+        Raises:
+            LimitExceeded: there are too many threads already.
+        """
+        if self._busy >= MAX_THREADS:
+            raise LimitExceeded(
+                "running of a function",
+                why=f"{MAX_THREADS} of them run or wait already",
+                fix="Call again later, or make the function async: those need no thread.",
+            )
+        await self._turn(peer)
+        self._busy += 1
+        # Whoever has it first: the thread that begins, or the caller that gives up before.
+        claim = threading.Lock()
+
+        def work() -> _Result | None:
+            if not claim.acquire(blocking=False):
+                return None
+            _here.workers = self
+            try:
+                return function()
+            finally:
+                _here.workers = None
+                self._call_soon(self._ended)
+
+        try:
+            result = await anyio.to_thread.run_sync(
+                work, limiter=self._unlimited, abandon_on_cancel=True
+            )
+        finally:
+            if claim.acquire(blocking=False):
+                self._ended()
+        return cast("_Result", result)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let another function run while this thread, one of these, waits in the block."""
+        self._call_soon(self._give_back)
+        try:
+            yield
+        finally:
+            self._call_soon(self._take_back)
+
+    async def _turn(self, peer: NodeId) -> None:
+        if self._free > 0 and not self._queues:
+            self._free -= 1
+            return
+        turn = anyio.Event()
+        queue = self._queues.setdefault(peer, deque())
+        queue.append(turn)
+        try:
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():
+                self._give_back()
+            else:
+                queue.remove(turn)
+                if not queue:
+                    del self._queues[peer]
+            raise
+
+    def _ended(self) -> None:
+        self._busy -= 1
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._free += 1
+        while self._free > 0 and self._queues:
+            peer, queue = self._queues.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._queues[peer] = queue  # behind all others
+            self._free -= 1
+            turn.set()
+
+    def _take_back(self) -> None:
+        # For a moment one more may run than should: who goes on is not held up.
+        self._free -= 1
+
+
+class _Here(threading.local):
+    workers: Workers | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def may_block() -> Iterator[None]:
+    """Say that this thread waits for a peer in the block, whoever's thread it is."""
+    workers = _here.workers
+    if workers is None:
+        yield
+        return
+    with workers.waiting():
+        yield

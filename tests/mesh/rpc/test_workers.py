@@ -1,0 +1,39 @@
+"""The blocking face: programs that are workers of one job, each a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesh import Home
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.timeout(120)
+def test_workers_of_three_jobs(tmp_path: Path) -> None:
+    Home(tmp_path / "home").create()
+    programs = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.mesh.rpc.workers", str(rank)),
+                *(str(tmp_path / "store"), str(tmp_path / "home")),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        ends = [program.communicate(timeout=90) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    for program, code, (told, errors) in zip(programs, (0, 9, 0), ends, strict=True):
+        assert program.returncode == code, told + errors
+        assert "Traceback" not in errors
+    assert ends[0][0].split() == ["done:", "everything", "done:", "busy", "done:", "killed"]

@@ -1,0 +1,231 @@
+"""The parsers of `mesh.rpc`: its messages, the values in them, and what was raised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from auth import MeshError
+from mesh.rpc.errors import NotExposed
+from mesh.rpc.exceptions import decode_exception, encode_exception
+from mesh.rpc.exposed import Exposures
+from mesh.rpc.types import TypeTable
+from mesh.rpc.values import Packer, Unpacker
+from mesh.rpc.wire import (
+    Answer,
+    Beside,
+    Fork,
+    PartAccepted,
+    PartOpen,
+    RefNotes,
+    Request,
+    Share,
+    Target,
+)
+from tensor_bridge import TensorMeta, UnsupportedTensor
+from tests.parsers.of_auth import node_ids
+from tests.parsers.of_tensor_bridge import metas
+from tests.parsers.parser import Parser, texts
+from transport import CborValue, ProtocolError
+
+__all__ = ["PARSERS"]
+
+_names = st.text("abc._", min_size=1, max_size=20)
+_ids = st.binary(min_size=16, max_size=16)
+_forks = st.builds(Fork, _ids, _ids)
+_targets = st.one_of(
+    st.builds(Target, st.sampled_from(["function", "operator"]), _names),
+    st.builds(Target, st.just("method"), _names, _ids),
+    st.builds(Target, st.just("fetch"), st.just(""), _ids),
+)
+
+
+@st.composite
+def _besides(draw: st.DrawFn) -> Beside:
+    what: list[TensorMeta] = draw(st.lists(metas(), max_size=3))
+    inline = [
+        bytes(meta.nbytes) if meta.nbytes < 4096 and draw(st.booleans()) else None for meta in what
+    ]
+    return Beside(tuple(what), tuple(inline))
+
+
+@st.composite
+def _requests(draw: st.DrawFn) -> Request:
+    beside = draw(_besides())
+    return Request(
+        draw(_targets),
+        draw(st.lists(st.none() | texts | st.integers(0, 9), max_size=4)),
+        beside,
+        draw(st.floats(0, 1e9)),
+        draw(st.none() | _forks),
+        draw(_ids) if beside.apart else b"",
+    )
+
+
+@st.composite
+def _answers(draw: st.DrawFn) -> Answer:
+    if draw(st.booleans()):
+        return Answer(error={"type": draw(_names)})
+    beside = draw(_besides())
+    return Answer([1, draw(texts)], beside, draw(_ids) if beside.apart else b"")
+
+
+_notes = st.builds(
+    RefNotes,
+    st.lists(st.builds(Share, _ids, _ids, node_ids), max_size=3).map(tuple),
+    st.lists(_forks, max_size=3).map(tuple),
+    st.lists(_forks, max_size=3).map(tuple),
+    st.lists(_ids, max_size=3).map(tuple),
+)
+
+_scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 80), 1 << 80),
+    st.floats(allow_nan=False),
+    texts,
+    st.binary(max_size=8),
+    st.complex_numbers(allow_nan=False),
+    st.sampled_from([torch.float16, torch.device("cpu"), torch.Size([2, 3])]),
+)
+_hashable = st.recursive(_scalars, lambda inner: st.lists(inner, max_size=3).map(tuple))
+_values = st.recursive(
+    _scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(_hashable, inner, max_size=3),
+        st.sets(_hashable, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+class _NoRefs:
+    """Messages without references; those have tests of their own."""
+
+    def pack(self, ref: Any) -> None:
+        return None
+
+    def unpack(self, item: Any) -> Any:
+        raise ProtocolError("a reference", why="there are none here")
+
+
+def _write_value(value: Any) -> list[Any]:
+    packer = Packer(TypeTable(), _NoRefs())
+    packer.pack(value, "value")
+    return packer.packed.items
+
+
+def _read_value(items: Any) -> Any:
+    if not isinstance(items, list):
+        raise ProtocolError("a value", why="it is no list")
+    unpacker = Unpacker(items, [], TypeTable(), _NoRefs(), Exposures())
+    value = unpacker.unpack()
+    unpacker.finish()
+    return value
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+_exceptions = st.one_of(
+    st.builds(ValueError, texts),
+    st.builds(KeyError, texts),
+    st.builds(MeshError, st.just("a call"), why=st.text("abc .", min_size=1, max_size=20)),
+    st.builds(ZeroDivisionError),
+)
+
+
+def _write_exception(error: Exception) -> dict[str, CborValue]:
+    value = encode_exception(error) | {"traceback": ""}
+    # With the peer that it came from, which is told anew at each end.
+    return value | {"message": ""} if isinstance(error, MeshError) else value
+
+
+def _same_exception(one: Exception, other: Exception) -> bool:
+    return (type(one) is type(other) and one.args == other.args) or str(one) in str(other)
+
+
+PARSERS = [
+    Parser(
+        name="rpc.request",
+        covers=("mesh.rpc.wire.Request.decode", "mesh.rpc.wire.Target.decode"),
+        form="message",
+        values=_requests(),
+        write=Request.encode,
+        read=Request.decode,
+        refuses=(ProtocolError, UnsupportedTensor),
+    ),
+    Parser(
+        name="rpc.answer",
+        covers=("mesh.rpc.wire.Answer.decode", "mesh.rpc.wire.Beside.decode"),
+        form="message",
+        values=_answers(),
+        write=Answer.encode,
+        read=Answer.decode,
+        refuses=(ProtocolError, UnsupportedTensor),
+    ),
+    Parser(
+        name="rpc.part_open",
+        covers=("mesh.rpc.wire.PartOpen.decode",),
+        form="message",
+        values=st.builds(
+            PartOpen,
+            _ids,
+            st.integers(0, 4095),
+            st.booleans(),
+            st.lists(_names, max_size=4).map(tuple),
+        ),
+        write=PartOpen.encode,
+        read=PartOpen.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="rpc.part_accepted",
+        covers=("mesh.rpc.wire.PartAccepted.decode",),
+        form="message",
+        values=st.builds(PartAccepted, st.none() | _names),
+        write=PartAccepted.encode,
+        read=PartAccepted.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="rpc.notes",
+        covers=(
+            "mesh.rpc.wire.RefNotes.decode",
+            "mesh.rpc.wire.Fork.decode",
+            "mesh.rpc.wire.Share.decode",
+        ),
+        form="message",
+        values=_notes,
+        write=RefNotes.encode,
+        read=RefNotes.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="rpc.value",
+        covers=("mesh.rpc.values.Unpacker.unpack",),
+        form="message",
+        values=_values,
+        write=_write_value,
+        read=_read_value,
+        refuses=(ProtocolError, NotExposed, UnsupportedTensor),
+        same=_same_value,
+        is_canonical=False,  # a set has no order
+    ),
+    Parser(
+        name="rpc.exception",
+        covers=("mesh.rpc.exceptions.decode_exception",),
+        form="message",
+        values=_exceptions,
+        write=_write_exception,
+        read=lambda value: decode_exception(value, peer="a peer", what="a call"),
+        refuses=(ProtocolError,),
+        same=_same_exception,
+        is_canonical=False,  # an unknown class comes as a RemoteException
+    ),
+]
