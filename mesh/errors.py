@@ -20,6 +20,7 @@ command when the error ends it.
     │   │   └── Superseded           3  ... for another connection with the same peer
     │   ├── PeerLost                 3  the peer vanished: killed, unplugged, or silent for too long
     │   ├── ProtocolError            1  bytes that break the protocol
+    │   │   └── PickleRefused        1  a pickle of a peer that may not send any
     │   ├── StreamReset              1  the other side gave up on one stream
     │   ├── BufferGone               1  memory lent to a transfer was given back before it was sent
     │   ├── DeadlineExceeded         5  the time given for an operation ran out
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     )
     from mesh.rpc.errors import (
         NotExposed,
+        PickleRefused,
         RefLost,
         RemoteException,
         RpcError,
@@ -133,6 +135,7 @@ __all__ = [
     "NotExposed",
     "NotRunning",
     "PeerLost",
+    "PickleRefused",
     "ProtocolError",
     "QuotaExceeded",
     "RankFailed",
@@ -236,6 +239,7 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
             **dict.fromkeys(
                 (
                     "NotExposed",
+                    "PickleRefused",
                     "RefLost",
                     "RemoteException",
                     "RpcError",

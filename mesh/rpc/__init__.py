@@ -7,6 +7,7 @@ a peer can call what a program has exposed and nothing else, and what travels is
 values, types      what travels, and how it is written
 exposed            what peers may call
 operators          torch's operators, which they may call anyhow
+pickled            what old programs send, where both sides allow it
 exceptions         how what was raised comes back
 wire               the messages
 owned, holding     the two sides of a reference: its owner's, and its holder's
@@ -34,6 +35,7 @@ from mesh.rpc.api import (
 )
 from mesh.rpc.errors import (
     NotExposed,
+    PickleRefused,
     RefLost,
     RemoteException,
     RpcError,
@@ -77,5 +79,6 @@ __all__ = [
     "RefLost",
     "RemoteException",
     "NotExposed",
+    "PickleRefused",
     "Unsendable",
 ]

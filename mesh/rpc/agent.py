@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -16,13 +15,15 @@ import torch
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, send_part, together
-from mesh.rpc.errors import RefLost, RpcError, RpcTimeout
+from mesh.rpc.errors import RefLost, RpcError
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
 from mesh.rpc.holding import Held, Holdings
+from mesh.rpc.limits import limit
 from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
 from mesh.rpc.passing import Incoming, Outgoing, held
+from mesh.rpc.pickled import may_unpickle
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.types import TypeTable, registered_types
@@ -40,7 +41,6 @@ from mesh.rpc.workers import Workers
 from transport import (
     CborValue,
     Connection,
-    DeadlineExceeded,
     EndpointEvent,
     PeerJoined,
     PeerLeft,
@@ -85,6 +85,7 @@ class Agent:
         limits: how many references peers may have here, and how long without a word.
 
     Attributes:
+        pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
         ready: set once it answers.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
     """
@@ -100,6 +101,7 @@ class Agent:
         limits: RefLimits | None = None,
     ) -> None:
         self.timeout = timeout
+        self.pickles = False
         self.exposures = exposures
         self.types = types
         self.owned = OwnerTable(limits or RefLimits())
@@ -172,7 +174,8 @@ class Agent:
             Exception: what the function raised, of the same class if that is known here.
             MeshError: the peer can't be reached, refuses, or was lost meanwhile.
         """
-        return await self._ask(to, _target(function), args, kwargs or {}, timeout)
+        target = self._target(function)
+        return await self._ask(to, target, args, kwargs or {}, timeout, function=function)
 
     async def remote(
         self,
@@ -216,12 +219,12 @@ class Agent:
 
         For threads too: the reference can be used at once, and waits for the rest.
         """
-        target = _target(function)
+        target = self._target(function)
 
         async def found() -> Target:
             return target
 
-        return self._order(to, found, args, kwargs or {}, timeout)
+        return self._order(to, found, args, kwargs or {}, timeout, function)
 
     def order_method(
         self,
@@ -258,7 +261,7 @@ class Agent:
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
         if isinstance(ref.state, Owned):
-            with _limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
+            with limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
                 return await self.bridge.until_done(ref.state.outcome)
         target = await self._at(ref, "fetch")
         return await self._ask(ref.owner_id, target, (), {}, timeout)
@@ -342,13 +345,16 @@ class Agent:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         timeout: float | None,
+        function: object = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
         if to == self.node_id:
             owned = Owned(new_id(), time.monotonic())
 
             async def compute() -> None:
                 try:
-                    value = await self._ask(to, await find(), args, kwargs, timeout)
+                    value = await self._ask(
+                        to, await find(), args, kwargs, timeout, function=function
+                    )
                 except Exception as error:
                     _settle(owned.outcome, error)
                 except BaseException:
@@ -362,7 +368,15 @@ class Agent:
 
         async def begin() -> None:
             try:
-                await self._ask(to, await find(), args, kwargs, timeout, create=state.fork)
+                await self._ask(
+                    to,
+                    await find(),
+                    args,
+                    kwargs,
+                    timeout,
+                    create=state.fork,
+                    function=function,
+                )
             except BaseException as error:
                 _settle(state.created, error if isinstance(error, Exception) else _cancelled())
                 raise
@@ -379,15 +393,18 @@ class Agent:
         timeout: float | None,
         *,
         create: Fork | None = None,
+        function: object = None,
     ) -> Any:
         seconds = self._seconds(timeout)
         outgoing = Outgoing(self, to)
-        packer = Packer(self.types, outgoing)
+        packer = Packer(self.types, outgoing, pickles=self.pickles)
+        if target.kind == "pickled":
+            packer.pack(function, "the function")
         packer.pack(tuple(args), "args")
         packer.pack(dict(kwargs), "kwargs")
         packed = packer.packed
         try:
-            with _limit(seconds, str(target), self.label(to)):
+            with limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
                 what = beside(packed.tensors)
                 key = new_id() if what.apart else b""
@@ -407,7 +424,14 @@ class Agent:
             raise
         refs = Incoming(self, connection.peer)
         tensors = together(answer.beside, parts)
-        unpacker = Unpacker(answer.items, tensors, self.types, refs, self.exposures)
+        unpacker = Unpacker(
+            answer.items,
+            tensors,
+            self.types,
+            refs,
+            self.exposures,
+            pickles=may_unpickle(connection.grant),
+        )
         value = unpacker.unpack()
         unpacker.finish()
         return value
@@ -462,6 +486,27 @@ class Agent:
         """Tell a callee that nobody comes for an answer's tensors."""
         with contextlib.suppress(MeshError):  # then it finds out by itself
             await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
+
+    def _target(self, function: Callable[..., Any] | str) -> Target:
+        if isinstance(function, str):
+            kind = "operator" if function.startswith("torch.") else "function"
+            return Target(kind, function)
+        if not callable(function):
+            raise TypeError("function should be callable.")
+        operator = operator_name(function)
+        if operator is not None:
+            return Target("operator", operator)
+        name = exposed_name(function)
+        if self.pickles and (name is None or not self.exposures.has(name)):
+            return Target("pickled")
+        if name is None:
+            raise RpcError(
+                f"call of {function!r:.80}",
+                why="it has no name that a peer could know it by: only functions and classes of a "
+                "module's top level have one, and torch's operators that mesh.rpc lists",
+                fix="Move it to the top level of a module, and expose it at the callee.",
+            )
+        return Target("function", name)
 
     async def _at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         if ref.created is not None:
@@ -524,49 +569,6 @@ class Agent:
             with anyio.move_on_after(max(0.0, min(until - anyio.current_time(), 60.0))):
                 await self._wake_lapse.wait()
                 self._wake_lapse = anyio.Event()
-
-
-def _target(function: Callable[..., Any] | str) -> Target:
-    if isinstance(function, str):
-        kind = "operator" if function.startswith("torch.") else "function"
-        return Target(kind, function)
-    if not callable(function):
-        raise TypeError("function should be callable.")
-    operator = operator_name(function)
-    if operator is not None:
-        return Target("operator", operator)
-    name = exposed_name(function)
-    if name is None:
-        raise RpcError(
-            f"call of {function!r:.80}",
-            why="it has no name that a peer could know it by: only functions and classes of a "
-            "module's top level have one, and torch's operators that mesh.rpc lists",
-            fix="Move it to the top level of a module, and expose it at the callee.",
-        )
-    return Target("function", name)
-
-
-@contextlib.contextmanager
-def _limit(seconds: float, what: str, peer: str) -> Iterator[None]:
-    try:
-        with anyio.move_on_after(seconds or math.inf) as scope:
-            yield
-    except DeadlineExceeded as error:
-        if isinstance(error, RpcTimeout):
-            raise
-        raise _timeout(what, peer, seconds) from error
-    if scope.cancelled_caught:
-        raise _timeout(what, peer, seconds)
-
-
-def _timeout(what: str, peer: str, seconds: float) -> RpcTimeout:
-    return RpcTimeout(
-        what,
-        peer=peer,
-        after=seconds,
-        why=f"the RPC ran for more than the set timeout ({seconds:g} s)",
-        fix="Give it more time: timeout=, in seconds; 0 is no limit.",
-    )
 
 
 def _settle(future: Future[Any], error: Exception | None) -> None:

@@ -173,6 +173,7 @@ def init_rpc(
                     node.node.rpc, workers=options.num_worker_threads, timeout=options.rpc_timeout
                 )
             )
+            agent.pickles = options.pickles
             roster.publish(node.node_id, node.addresses)
             me = WorkerInfo(name, rank, node.node_id)
             worker = _Worker(node, agent, roster, me, owns_node=owns_node)

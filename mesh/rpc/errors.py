@@ -7,6 +7,8 @@
         ├── RpcTimeout      the time given for a call ran out
         ├── RefLost         a remote reference whose value is gone, or never came to be
         └── RemoteException the function raised what the caller has no class for
+    └── ProtocolError
+        └── PickleRefused   a pickle of a peer that is not granted ``rpc:pickle`` by name
 
 All are ``RuntimeError`` too, which is what programs written for ``torch.distributed.rpc`` catch;
 `Unsendable` is a ``TypeError`` as well, raised before anything is sent.
@@ -15,9 +17,17 @@ All are ``RuntimeError`` too, which is what programs written for ``torch.distrib
 from __future__ import annotations
 
 from auth import MeshError
-from transport import DeadlineExceeded
+from transport import DeadlineExceeded, ProtocolError
 
-__all__ = ["NotExposed", "RefLost", "RemoteException", "RpcError", "RpcTimeout", "Unsendable"]
+__all__ = [
+    "NotExposed",
+    "PickleRefused",
+    "RefLost",
+    "RemoteException",
+    "RpcError",
+    "RpcTimeout",
+    "Unsendable",
+]
 
 
 class RpcError(MeshError, RuntimeError):
@@ -50,6 +60,12 @@ class RefLost(RpcError):
     """The value of a remote reference is gone, or never came to be."""
 
     code = "rpc-ref-lost"
+
+
+class PickleRefused(ProtocolError):
+    """A peer sent a pickle and may not; its connection is closed, and nothing of it was read."""
+
+    code = "pickle-refused"
 
 
 class RemoteException(RpcError):

@@ -54,6 +54,10 @@ class Exposures:
         with self._lock:
             self._modules.add(module)
 
+    def has(self, name: str) -> bool:
+        """Return whether a function or class of that name is exposed."""
+        return name in self._callables or self._of_module(name) is not None
+
     def callable(self, name: str) -> Callable[..., Any]:
         """Return the function or class of that name.
 

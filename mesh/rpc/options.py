@@ -23,12 +23,16 @@ class MeshRpcBackendOptions:
             another call.
         rpc_timeout: seconds that a call may take unless it is told otherwise; 0 for no limit.
         init_method: where workers find each other: a URL of ``torch.distributed.rendezvous``.
+        pickles: write pickles where nothing else will do, as upstream does; each peer reads them if
+            it grants this program the scope ``rpc:pickle`` by that name. Whoever has it can run any
+            code there.
         node: this worker's node, open; by default a new one of this machine, `mesh.Node.worker`.
     """
 
     num_worker_threads: int = DEFAULT_WORKERS
     rpc_timeout: float = DEFAULT_TIMEOUT
     init_method: str = "env://"
+    pickles: bool = False
     node: Node | None = None
 
     def __post_init__(self) -> None:

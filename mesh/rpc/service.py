@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from auth import Grant, PeerIdentity
 from mesh.rpc import wire
 from mesh.rpc.carriage import Room, beside, together
-from mesh.rpc.errors import NotExposed, RefLost, RpcTimeout, Unsendable
+from mesh.rpc.errors import NotExposed, PickleRefused, RefLost, RpcTimeout, Unsendable
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
 from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
@@ -20,9 +21,10 @@ from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
+from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
 from mesh.rpc.values import Packed, Packer, Unpacker
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
-from transport import CborValue, Endpoint, Incoming, ProtocolError
+from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["RpcService"]
 
 _Function = Callable[[], Any]
+
+_log = logging.getLogger("quicmesh.rpc")
 
 
 class RpcService:
@@ -51,18 +55,18 @@ class RpcService:
 
         What it is given and what it returns are copies, as of any other node's call.
         """
-        me = PeerIdentity(self._agent.node_id)
+        me, mine = PeerIdentity(self._agent.node_id), Grant(frozenset({PICKLE_SCOPE}))
         copies = [
             tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors
         ]
         try:
-            value = await self._run(request, copies, me, None)
+            value = await self._run(request, copies, me, mine)
         except _Raised as raised:
             raise raised.error from None
         refs = Outgoing(self._agent, me.node_id)
         packed = self._packed(value, refs)
         results = [each.detach().clone() for each in packed.tensors]
-        return self._unpacked(packed.items, results, me, count=1)[0]
+        return self._unpacked(packed.items, results, me, mine, count=1)[0]
 
     def lapse(self, now: float) -> float:
         """Forget what nobody has come for; return when to call this again."""
@@ -76,7 +80,12 @@ class RpcService:
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
-            ended = await self._ended(request, together(request.beside, parts), incoming)
+            try:
+                ended = await self._ended(request, together(request.beside, parts), incoming)
+            except PickleRefused as error:
+                _log.warning("%s sent a pickle: %s", peer, error)
+                incoming.connection.abort(AppCode.PROTOCOL, str(error))
+                raise
             del parts
         if isinstance(ended, Answer):
             return ended.encode()
@@ -171,7 +180,9 @@ class RpcService:
         if target.kind == "fetch":
             owned = self._owned(target.key, peer)
             return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
-        args, kwargs = self._unpacked(request.items, tensors, peer, count=2)
+        is_pickled = target.kind == "pickled"
+        values = self._unpacked(request.items, tensors, peer, grant, count=2 + is_pickled)
+        args, kwargs = values[-2:]
         if not isinstance(args, tuple) or not isinstance(kwargs, dict):
             raise ProtocolError("a call", why="its arguments are no tuple and dict")
         if any(not isinstance(name, str) for name in kwargs):
@@ -191,7 +202,11 @@ class RpcService:
             value = await self._within(
                 request, lambda: self._agent.bridge.until_done(owned.outcome)
             )
-            found = self._agent.exposures.method(value, target.name)
+            found = self._method(value, target.name, grant)
+        elif is_pickled:
+            found = values[0]
+            if not callable(found) or not may_unpickle(grant):
+                raise ProtocolError("a call", why="what is to be called is no pickled function")
         else:
             found = self._agent.exposures.callable(target.name)
         return await self._within(request, lambda: self._called(found, args, kwargs, peer))
@@ -230,13 +245,19 @@ class RpcService:
         else:
             check_operator(target.name)
 
+    def _method(self, value: object, name: str, grant: Grant | None) -> Callable[..., Any]:
+        if may_unpickle(grant):  # who may run anything may call this, too
+            found: Callable[..., Any] = getattr(value, name)
+            return found
+        return self._agent.exposures.method(value, name)
+
     def _owned(self, ref: bytes, peer: PeerIdentity) -> Owned:
         if peer.node_id == self._agent.node_id:
             return self._agent.own_value(ref)
         return self._agent.owned.held(ref, peer.node_id)
 
     def _packed(self, value: Any, refs: Outgoing) -> Packed:
-        packer = Packer(self._agent.types, refs)
+        packer = Packer(self._agent.types, refs, pickles=self._agent.pickles)
         packer.pack(value, "the result")
         return packer.packed
 
@@ -245,11 +266,14 @@ class RpcService:
         items: list[CborValue],
         tensors: Sequence[torch.Tensor],
         peer: PeerIdentity,
+        grant: Grant | None,
         *,
         count: int,
     ) -> list[Any]:
-        refs = IncomingRefs(self._agent, peer)
-        unpacker = Unpacker(items, tensors, self._agent.types, refs, self._agent.exposures)
+        agent, refs = self._agent, IncomingRefs(self._agent, peer)
+        unpacker = Unpacker(
+            items, tensors, agent.types, refs, agent.exposures, pickles=may_unpickle(grant)
+        )
         values = [unpacker.unpack() for _ in range(count)]
         unpacker.finish()
         return values

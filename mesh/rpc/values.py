@@ -15,9 +15,10 @@ is, and which may be followed by the items of its parts:
     ["dt", name]  ["dv", name]                 torch.dtype, torch.device
     ["q", name]                                a function or class that the reader exposes
     ["R", ...]                                 a remote reference
+    ["K", i, tensors, refs]                    a pickle, where both sides allow them: see `pickled`
 
-There is nothing else: no code, no class by its import path, nothing that runs when it is read but
-the constructors of types that the reader has registered.
+By default there is nothing else: no code, no class by its import path, nothing that runs when it is
+read but the constructors of types that the reader has registered.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from typing import Any, Protocol
 
 import torch
 
-from mesh.rpc.errors import Unsendable
+from mesh.rpc.errors import PickleRefused, Unsendable
 from mesh.rpc.exposed import Exposures, exposed_name
+from mesh.rpc.pickled import PICKLE_SCOPE, read_pickle, write_pickle
 from mesh.rpc.types import TypeTable
 from tensor_bridge import TensorError, describe, dtype_name, dtype_of, tensor_bytes
 from transport import CborValue, ProtocolError
@@ -94,10 +96,12 @@ class Packer:
     Args:
         types: dataclasses, named tuples and enumerations that travel.
         refs: takes note of the references that it comes by.
+        pickles: write what does not travel otherwise as a pickle.
     """
 
-    def __init__(self, types: TypeTable, refs: RefWriter) -> None:
+    def __init__(self, types: TypeTable, refs: RefWriter, *, pickles: bool = False) -> None:
         self._types = types
+        self._pickles = pickles
         self._refs = refs
         self._items: list[CborValue] = []
         self._tensors: list[torch.Tensor] = []
@@ -137,6 +141,8 @@ class Packer:
             self._record(name, value, path, depth)
         elif (item := self._refs.pack(value)) is not None:
             self._items.append(item)
+        elif self._pickles:
+            self._pickle(value, path)
         elif callable(value) and (name := exposed_name(value)) is not None:
             self._items.append(["q", name])
         else:
@@ -212,6 +218,14 @@ class Packer:
             for field, part in fields.items():
                 self._pack(part, f"{path}.{field}", depth + 1)
 
+    def _pickle(self, value: object, path: str) -> None:
+        try:
+            data, tensors, refs = write_pickle(value, self._refs.pack)
+        except Exception as error:
+            raise _unsendable(path, f"it can't be pickled: {error}") from error
+        numbers: list[CborValue] = [self._tensor_beside(tensor, path) for tensor in tensors]
+        self._items.append(["K", self._beside(data), numbers, refs])
+
     # -- torch's own
 
     def _complex(self, value: complex, path: str, depth: int) -> None:
@@ -237,11 +251,14 @@ class Packer:
             self._pack(plain._values(), f"{path}.values()", depth + 1)
             return
         mark = "P" if type(value) is torch.nn.Parameter else "T"
+        self._items.append([mark, self._tensor_beside(value, path)])
+
+    def _tensor_beside(self, tensor: torch.Tensor, path: str) -> int:
         try:
-            describe(value)
+            describe(tensor)
         except TensorError as error:
             raise _unsendable(path, error.why or error.what, error.fix) from error
-        self._items.append([mark, self._number(value)])
+        return self._number(tensor)
 
     def _fits(self, data: bytes) -> bool:
         if len(data) > min(INLINE_BYTES, self._room):
@@ -271,6 +288,7 @@ class Unpacker:
         tensors: those that came beside.
         types, refs: as `Packer`.
         exposures: what functions and classes a name may stand for.
+        pickles: read pickles, which run code of their writer's.
     """
 
     def __init__(
@@ -280,7 +298,10 @@ class Unpacker:
         types: TypeTable,
         refs: RefReader,
         exposures: Exposures,
+        *,
+        pickles: bool = False,
     ) -> None:
+        self._pickles = pickles
         self._items = items
         self._tensors = tensors
         self._types = types
@@ -349,6 +370,8 @@ class Unpacker:
                 return self._exposures.callable(name)
             case ["R", *_]:
                 return self._refs.unpack(item)
+            case ["K", int(number), list(tensors), list(refs)]:
+                return self._pickle(number, tensors, refs)
         raise _malformed("an item of no known kind")
 
     def _parts(self, count: int, depth: int) -> list[Any]:
@@ -385,6 +408,18 @@ class Unpacker:
             return self._data(number).decode()
         except UnicodeDecodeError as error:
             raise _malformed(f"a text that is not UTF-8 ({error})") from error
+
+    def _pickle(self, number: int, tensors: list[CborValue], refs: list[CborValue]) -> Any:
+        if not self._pickles:
+            raise PickleRefused(
+                "reading of a value",
+                why=f"it is a pickle, and the scope {PICKLE_SCOPE} is not granted by name",
+            )
+        return read_pickle(
+            self._data(number),
+            [self._tensor(_size(each)) for each in tensors],
+            [self._refs.unpack(each) for each in refs if isinstance(each, list)],
+        )
 
     def _sparse(self, shape: list[CborValue], coalesced: bool, depth: int) -> torch.Tensor:
         indices, values = self._parts(2, depth)

@@ -104,8 +104,8 @@ class Target:
     """What is to be called.
 
     Attributes:
-        kind: ``"function"``, ``"operator"``, ``"method"`` or ``"fetch"``.
-        name: of the function, operator or method; empty for a fetch.
+        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"`` or ``"pickled"``.
+        name: of the function, operator or method; empty for the others.
         key: the reference of a method or a fetch.
     """
 
@@ -138,6 +138,8 @@ class Target:
     def __str__(self) -> str:
         if self.kind == "fetch":
             return "fetch of a reference"
+        if self.kind == "pickled":
+            return "call of a pickled function"
         return f"call of {self.kind} {self.name!r}"
 
 
@@ -146,6 +148,7 @@ _KINDS = {
     "operator": (True, False),
     "method": (True, True),
     "fetch": (False, True),
+    "pickled": (False, False),
 }
 
 
@@ -155,7 +158,8 @@ class Request:
 
     Attributes:
         target: what is called.
-        items: the positional arguments as a tuple, then the others as a dict.
+        items: the positional arguments as a tuple, then the others as a dict; before them the
+            function, if that is pickled.
         beside: their tensors.
         seconds: how long it may take; 0 for as long as it likes.
         create: the reference that the result is to become, and the caller's fork of it.

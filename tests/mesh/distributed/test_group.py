@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from mesh import threads
 from mesh.collective import (
     CollectiveError,
     CollectiveMismatch,
@@ -22,7 +23,7 @@ from mesh.collective import (
     GroupAborted,
     UnsupportedCollective,
 )
-from mesh.distributed import ProcessGroupMesh, threads
+from mesh.distributed import ProcessGroupMesh
 from tests.mesh.collective.exchange_memory import MemoryNetwork, outcomes, run_ranks
 
 SIZES = [1, 2, 3, 4]

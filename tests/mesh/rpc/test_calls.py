@@ -57,7 +57,7 @@ pytestmark = pytest.mark.anyio
         exposures.echo,
         exposures.Counter,
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 async def test_values_come_back_as_they_went(value: Any) -> None:
     async with agents(2) as (a, b):

@@ -1,0 +1,38 @@
+"""The time that a call may take, at whoever waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import anyio
+
+from mesh.rpc.errors import RpcTimeout
+from transport import DeadlineExceeded
+
+__all__ = ["limit"]
+
+
+@contextlib.contextmanager
+def limit(seconds: float, what: str, peer: str) -> Iterator[None]:
+    """Raise `RpcTimeout` about `what` if the block takes longer than `seconds`; 0 is no limit."""
+    try:
+        with anyio.move_on_after(seconds or math.inf) as scope:
+            yield
+    except DeadlineExceeded as error:
+        if isinstance(error, RpcTimeout):
+            raise
+        raise _timeout(what, peer, seconds) from error
+    if scope.cancelled_caught:
+        raise _timeout(what, peer, seconds)
+
+
+def _timeout(what: str, peer: str, seconds: float) -> RpcTimeout:
+    return RpcTimeout(
+        what,
+        peer=peer,
+        after=seconds,
+        why=f"the RPC ran for more than the set timeout ({seconds:g} s)",
+        fix="Give it more time: timeout=, in seconds; 0 is no limit.",
+    )

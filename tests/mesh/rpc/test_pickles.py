@@ -1,0 +1,114 @@
+"""Pickles: refused with the connection, unless both sides have said that they want them."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from auth import Grant, allow_any
+from mesh import rpc
+from mesh.rpc import Agent, PickleRefused, RpcError, Unsendable
+from tests.mesh import nodes
+from tests.mesh.rpc import exposures
+from tests.mesh.rpc.nodes import agents
+
+pytestmark = [pytest.mark.anyio, pytest.mark.attack]
+
+WITH = ("rpc:pickle", "rpc:call", "tensor", "node")
+
+
+class Gadget:
+    """What runs a function of its writer's choice where it is read."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args
+
+
+def private_sum(first: Any, second: Any) -> Any:
+    """A function that nobody has exposed."""
+    return first + second
+
+
+async def pickling(a: Agent, b: Agent) -> None:
+    a.pickles = b.pickles = True
+
+
+@pytest.mark.parametrize("scopes", [("*",), ("rpc",), ("rpc:call",), ("rpc:*",)])
+async def test_a_gadget_ends_the_connection_and_runs_nothing(
+    scopes: tuple[str, ...], tmp_path: Path
+) -> None:
+    async with agents(2, last=allow_any(scopes)) as (a, b):
+        a.pickles = True
+        made = tmp_path / "made"
+        for function, args in (
+            (exposures.echo, (Gadget(os.mkdir, str(made)),)),
+            (private_sum, (1, 2)),
+        ):
+            await a._node.dial(b.node_id)
+            connection = a._node.endpoint.connections[0]
+            with pytest.raises(Exception, match=r"pickle|protocol"):
+                await a.call(b.node_id, function, args)
+            await nodes.eventually(lambda connection=connection: connection.closed is not None)  # type: ignore[misc]
+        assert not made.exists()
+
+
+async def test_the_same_gadget_runs_where_it_is_allowed(tmp_path: Path) -> None:
+    """The positive control: with the scope by its name, and the option, it does run."""
+    async with agents(2, last=allow_any(WITH)) as (a, b):
+        await pickling(a, b)
+        made = tmp_path / "made"
+        await a.call(b.node_id, exposures.echo, (Gadget(os.mkdir, str(made)),))
+        assert made.exists()
+
+
+async def test_a_callees_pickle_is_refused_by_the_caller() -> None:
+    async with agents(2) as (a, b):
+        b.pickles = True
+        with pytest.raises(PickleRefused):
+            await a.call(b.node_id, exposures.unsendable)
+
+
+async def test_without_the_option_nothing_is_pickled() -> None:
+    async with agents(2, last=allow_any(WITH)) as (a, b):
+        with pytest.raises(Unsendable):
+            await a.call(b.node_id, exposures.echo, (exposures.Unregistered(),))
+        with pytest.raises(RpcError, match="exposes nothing"):
+            await a.call(b.node_id, private_sum, (1, 2))
+
+
+async def test_what_old_programs_do_works_where_it_is_allowed() -> None:
+    async with agents(2, last=allow_any(WITH)) as (a, b):
+        await pickling(a, b)
+        assert await a.call(b.node_id, private_sum, (1, 2)) == 3
+        tensor = await a.call(b.node_id, private_sum, (torch.ones(100_000), 1))
+        assert torch.equal(tensor, torch.full((100_000,), 2.0))
+        with pytest.raises(TypeError):
+            await a.call(b.node_id, private_sum, (1, None))
+        counted = collections.Counter("abca")
+        assert await b.call(a.node_id, exposures.echo, (1,)) == 1
+        ref = await a.remote(b.node_id, private_sum, (counted, counted))
+        assert await a.invoke(ref, "most_common", (1,)) == [("a", 4)]
+        nested = exposures.Counter(3)
+        nested.secret = ref  # type: ignore[assignment]
+        with pytest.raises(rpc.RpcError):
+            await a.call(b.node_id, exposures.echo, (lambda: 1,))
+
+
+async def test_grants_say_it_by_name() -> None:
+    for scopes, allowed in (
+        ({"rpc:pickle"}, True),
+        ({"*"}, False),
+        ({"rpc"}, False),
+        ({"rpc:*"}, False),
+    ):
+        assert rpc.pickled.may_unpickle(Grant(frozenset(scopes))) is allowed
+    assert not rpc.pickled.may_unpickle(None)
