@@ -356,7 +356,9 @@ class Driver:
                 with _Contained(core):
                     core.handle_timer(now)
                 self.pump(core)
-            else:
+            elif core not in self._waiting:
+                # One that waits is looked after in this turn, and given its new deadline then: now
+                # it would be that of an acknowledgement which is about to leave.
                 self._schedule(core)
 
 

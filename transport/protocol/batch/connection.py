@@ -445,16 +445,16 @@ class BatchConnection(QuicConnection):
             self.request_key_update()
 
     def _get_or_create_stream(self, frame_type: int, stream_id: int) -> QuicStream:
-        is_known = stream_id in self._streams
-        stream = super()._get_or_create_stream(frame_type, stream_id)
-        if not is_known:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            stream = super()._get_or_create_stream(frame_type, stream_id)
             self._equip_streams()
         return stream
 
     def _get_or_create_stream_for_send(self, stream_id: int) -> QuicStream:
-        is_known = stream_id in self._streams
-        stream = super()._get_or_create_stream_for_send(stream_id)
-        if not is_known:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            stream = super()._get_or_create_stream_for_send(stream_id)
             self._equip_streams()
         return stream
 
