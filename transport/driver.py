@@ -177,13 +177,11 @@ class Driver:
         Mostly there is an answer to send then, or the next request, and one look does for both.
         """
         self._pumping.add(core)
-        began = time.monotonic()
         try:
             with _Contained(core):
                 self._report(core)
         finally:
             self._pumping.discard(core)
-        self._charge(core, began)
         self._waiting[core] = None
         if core in self._again:
             self.pump(core)

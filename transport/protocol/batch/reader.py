@@ -352,6 +352,9 @@ class _Packets:
 
     def _find(self, kind: int, stream_id: int) -> QuicStream | None:
         quic = self._quic
+        stream = quic._streams.get(stream_id)
+        if stream is not None:  # of bidirectional ones, as all are
+            return stream
         quic._assert_stream_can_receive(kind, stream_id)
         try:
             return quic._get_or_create_stream(kind, stream_id)
