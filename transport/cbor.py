@@ -7,7 +7,6 @@ makes a decoder do more work than the bytes it was given.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -64,10 +63,9 @@ def decode(data: bytes, *, max_size: int) -> CborValue:
         raise ProtocolError(
             "decoding of a message", why=f"{len(data)} bytes, and at most {max_size} are accepted"
         )
-    stream = io.BytesIO(data)
     try:
-        value = cbor2.load(
-            stream,
+        value = cbor2.loads(
+            data,
             semantic_decoders=_NO_TAGS,
             max_depth=MAX_DEPTH,
             allow_indefinite=False,
@@ -76,10 +74,11 @@ def decode(data: bytes, *, max_size: int) -> CborValue:
         )
     except (cbor2.CBORDecodeError, ValueError, OverflowError, MemoryError) as error:
         raise ProtocolError("decoding of a message", why=f"not valid CBOR ({error})") from error
-    if stream.tell() != len(data):
-        raise ProtocolError("decoding of a message", why="bytes follow the value")
-    if _dumps(value, _check(value, MAX_DEPTH)) != data:
-        raise ProtocolError("decoding of a message", why="not deterministic CBOR")
+    only = _dumps(value, _check(value, MAX_DEPTH))
+    if only != data:
+        is_longer = data.startswith(only)
+        why = "bytes follow the value" if is_longer else "not deterministic CBOR"
+        raise ProtocolError("decoding of a message", why=why)
     return value  # type: ignore[no-any-return]
 
 

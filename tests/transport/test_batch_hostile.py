@@ -131,3 +131,19 @@ def test_nothing_is_opened_over_what_has_landed(landed: int, after: int) -> None
     send([4000 + 1000 * at for at in range(8) if at < landed or at > 2])
     send([after, *(12_000 + 1000 * at for at in range(4))])
     assert memory == data[:12_000] + bytes(288_000)
+
+
+def test_what_is_something_else_is_left_where_it_lies() -> None:
+    world = World()
+    dialer, listener = connect(world)
+    peer = dialer.core.quic
+    sealer = Sealer(
+        keys_of(peer.data_crypto.send), peer._peer_cid.cid, spin=False, room=bytearray(1 << 16)
+    )
+    sizes = [sealer.add(peer._packet_number + n, bytes([0x01]) + bytes(60)) for n in range(4)]
+    batch = bytearray(sealer.finish())
+    segment = sizes[0]
+    for at in (1, 3):
+        batch[at * segment + 1] ^= 1  # another connection id
+    others = listener.core.receive_batch(batch, len(batch), segment, dialer.host.address, world.now)
+    assert sorted(others) == [(segment, 2 * segment), (3 * segment, 4 * segment)]

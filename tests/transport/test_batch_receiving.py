@@ -56,6 +56,15 @@ def test_whole_pieces_are_handed_on_without_a_copy() -> None:
     assert part.take(2000) is piece
 
 
+def test_more_is_asked_for_than_there_is() -> None:
+    part = ReceivePart(0)
+    feed(part, b"abcdef", fin=False)
+    assert part.take(2) == b"ab"
+    assert part.take(1000) == b"cdef"
+    assert part.buffered == 0
+    assert part.take(1000) == b""
+
+
 def test_a_piece_that_was_begun_is_not_handed_on_whole() -> None:
     part = ReceivePart(0)
     feed(part, b"a" * 1000, fin=False)

@@ -9,10 +9,17 @@ from aioquic.quic.crypto import CryptoContext
 from aioquic.quic.packet import QuicProtocolVersion
 from aioquic.quic.packet import decode_packet_number as decode_upstream
 from aioquic.tls import CipherSuite
+from cryptography.exceptions import InvalidTag
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.protocol.batch.sealing import Sealer, decode_packet_number, open_packets
+from transport.protocol.batch.sealing import (
+    Sealer,
+    decode_packet_number,
+    open_packet,
+    open_packets,
+    seal_packet,
+)
 from transport.protocol.batch.writer import keys_of
 
 SUITES = list(CipherSuite)[:3]
@@ -142,3 +149,53 @@ def test_packet_numbers_are_decoded_as_upstream_does(
 def test_the_example_of_the_rfc_is_decoded() -> None:
     """RFC 9000, appendix A.3."""
     assert decode_packet_number(0x9B32, 16, 0xA82F30EA + 1) == 0xA82F9B32
+
+
+@pytest.mark.parametrize("spin", [False, True])
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_a_packet_by_itself_is_sealed_as_one_of_a_batch(
+    suite: CipherSuite, phase: int, spin: bool
+) -> None:
+    crypto = context(suite, phase=phase)
+    for number in (0, 0xFF, 0xFFFF, 0x10002, 0xABCDEF0123):
+        for payload in (b"ab", os.urandom(70)):
+            packet = seal_packet(keys_of(crypto), ID, number, payload, spin=spin)
+            assert packet == sealed(crypto, [payload], number, spin=spin)[0]
+
+
+@pytest.mark.parametrize("number_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_a_packet_of_upstream_by_itself_is_opened(suite: CipherSuite, number_size: int) -> None:
+    crypto = context(suite)
+    window = 1 << 8 * number_size
+    expected = 5 * window
+    for number in (expected, expected - window // 2 + 1, expected + window // 2):
+        truncated = (number & (window - 1)).to_bytes(number_size, "big")
+        header = bytes([0x40 | (number_size - 1)]) + ID + truncated
+        packet = crypto.encrypt_packet(header, b"payload" * 9, number)
+        assert open_packet(keys_of(crypto), packet, ID, expected) == (number, b"payload" * 9)
+
+
+def test_a_packet_by_itself_that_is_something_else_is_not_opened() -> None:
+    crypto = context(SUITES[0])
+    keys = keys_of(crypto)
+    packet = seal_packet(keys, ID, 3, bytes(60), spin=False)
+    other_phase = seal_packet(keys_of(context(SUITES[0], phase=1)), ID, 3, bytes(60), spin=False)
+    long_header = bytes([packet[0] | 0x80]) + packet[1:]
+    other_id = packet[:1] + bytes([packet[1] ^ 1]) + packet[2:]
+    for data in (long_header, other_id, other_phase, packet[:28], b"short", b""):
+        assert open_packet(keys, data, ID, 3) is None
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_one_bit_anywhere_spoils_a_packet_by_itself(suite: CipherSuite) -> None:
+    keys = keys_of(context(suite))
+    packet = seal_packet(keys, ID, 9, bytes(30), spin=False)
+    for at in range(len(packet)):
+        for bit in (0, 4, 7):
+            spoiled = packet[:at] + bytes([packet[at] ^ 1 << bit]) + packet[at + 1 :]
+            try:
+                assert open_packet(keys, spoiled, ID, 9) is None
+            except InvalidTag:
+                pass

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+import time
+
 import pytest
 
 from auth import SocketAddress
 from tests.benchmarks.small_calls import measure
 from tests.transport.nodes import pair
+from transport.protocol import ConnectionCore
 from transport.udp import UdpSocket
 
 pytestmark = pytest.mark.anyio
@@ -33,6 +38,32 @@ async def test_a_call_is_one_datagram_each_way_and_seldom_another(
         for count in counts.values():
             # Where the machine is slow, what was held back for 1 ms leaves before the answer.
             assert 100 <= len(count) <= 200
+
+
+async def test_a_timer_that_rings_as_datagrams_come_is_not_set_for_their_acknowledgement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It is held back for 1 ms, and leaves with the answer; a timer for it would ring in vain, while
+    # the next ones come, and so on.
+    async with pair() as (_, listener, connection):
+        await connection.call("echo", b"warm")
+        driver = listener._driver
+        look = driver._look
+        delays: list[float] = []
+
+        def looking(core: ConnectionCore) -> None:
+            look(core)
+            driver._due[core] = 0.0
+            heapq.heappush(driver._heap, (0.0, next(driver._order), core))
+            driver._fire()
+            delays.append(driver._due.get(core, math.inf) - time.monotonic())
+
+        monkeypatch.setattr(driver, "_look", looking)
+        for number in range(20):
+            assert await connection.call("echo", number) == number
+        assert delays, "each was late, and so not one was looked at before its acknowledgement left"
+        assert min(delays) > 0.001
+        assert driver._due, "looked after, it has a timer again"
 
 
 def _count(sock: UdpSocket, monkeypatch: pytest.MonkeyPatch) -> list[int]:

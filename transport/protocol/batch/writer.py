@@ -23,7 +23,7 @@ from transport.protocol.batch.frames import (
     WITH_LENGTH,
 )
 from transport.protocol.batch.scratch import Scratch
-from transport.protocol.batch.sealing import MIN_PAYLOAD, Bytes, Keys, Sealer
+from transport.protocol.batch.sealing import MIN_PAYLOAD, Bytes, Keys, Sealer, seal_packet
 from transport.protocol.batch.sending import SendPart
 from transport.protocol.batch.sent import Handlers, SentPacket, SentRun, Transmit
 
@@ -109,6 +109,8 @@ class BatchWriter:
         crypto = quic.data_crypto
         if crypto._update_key_requested:
             crypto._update_key("local_update")
+        if count <= 1 and self._is_all_little():
+            return self._write_packet(space, now, with_data=count > 0)
         room = self._scratch.get(max(count, 1) * size)
         batch = _Batch(quic, self._send_keys(crypto.send), room, now)
         prefix: list[bytes] = []
@@ -132,10 +134,36 @@ class BatchWriter:
         else:
             is_dry = count > 0 and not self._ready
         if prefix:
-            batch.add(b"".join(prefix), handlers, eliciting=len(prefix) > 1)
+            batch.add(_payload(prefix), handlers, eliciting=False)
         if is_dry:
             self.ran_dry()
         return batch.finish()
+
+    def _write_packet(self, space: Any, now: float, *, with_data: bool) -> Transmit | None:
+        """Write one packet by itself: an acknowledgement, what streams have, or both."""
+        quic = self._quic
+        destination = quic._peer_cid.cid
+        parts: list[bytes] = []
+        handlers: Handlers = []
+        if space.ack_at is not None:
+            parts.append(self._ack_frame(space, now, handlers))
+        has_data = False
+        if with_data:
+            room = quic.datagram_size - Sealer.overhead(destination) - sum(map(len, parts))
+            before = len(parts)
+            self._frames(parts, handlers, room)
+            has_data = len(parts) > before
+            if not has_data or not self._ready:
+                self.ran_dry()
+        if not parts:
+            return None
+        number = quic._packet_number
+        keys = self._send_keys(quic.data_crypto.send)
+        data = seal_packet(keys, destination, number, _payload(parts), spin=quic._spin_bit)
+        quic._packet_number = number + 1
+        _register(quic, SentPacket(number, now, len(data), has_data, handlers))
+        _note_sent(quic, len(data), int(has_data), now)
+        return Transmit(data, len(data), quic._network_paths[0].addr)
 
     def ran_dry(self) -> None:
         """Tell the congestion controller that there is nothing more to send."""
@@ -216,8 +244,15 @@ class BatchWriter:
 
     def _compose(self, batch: _Batch, parts: list[bytes], handlers: Handlers) -> bool:
         """Write one packet of whatever streams have, behind `parts`; return whether it is full."""
-        left = batch.room - sum(map(len, parts))
-        eliciting = len(parts) > 1
+        before = len(parts)
+        left = self._frames(parts, handlers, batch.room - sum(map(len, parts)))
+        if not parts:
+            return False
+        batch.add(_payload(parts), handlers, eliciting=len(parts) > before)
+        return left == 0
+
+    def _frames(self, parts: list[bytes], handlers: Handlers, left: int) -> int:
+        """Add frames of whatever streams have to `parts`, in `left` bytes; return what is left."""
         for stream in self._sendable():
             sender = SendPart.of(stream)
             assert stream.stream_id is not None
@@ -242,14 +277,10 @@ class BatchWriter:
             parts += (bytes((kind,)), head, length, bytes(sender.read(start, stop)))
             handlers.append((sender.on_data_delivery, (start, stop, fin)))
             left -= 1 + len(head) + len(length) + stop - start
-            eliciting = True
             self._took(stream, stop, fin=fin)
             if left < MIN_FRAME_ROOM:
                 break
-        if not parts:
-            return False
-        batch.add(b"".join(parts), handlers, eliciting=eliciting)
-        return left == 0
+        return left
 
     def _sendable(self) -> Iterator[QuicStream]:
         """The streams that may send, those with little to send first, then whose turn it is."""
@@ -271,6 +302,11 @@ class BatchWriter:
         """Whether some stream has less to send than fills a packet: those go first."""
         size = self._quic.datagram_size
         return any(SendPart.of(stream).backlog < size for stream in self._ready.values())
+
+    def _is_all_little(self) -> bool:
+        """Whether nothing waits that would fill a packet."""
+        size = self._quic.datagram_size
+        return all(SendPart.of(stream).backlog < size for stream in self._ready.values())
 
     def _took(self, stream: QuicStream, stop: int, *, fin: bool) -> None:
         """Note what was taken of `stream`, and send it behind the others if it has more."""
@@ -320,17 +356,12 @@ class _Batch:
     def add(self, payload: bytes, handlers: Handlers, *, eliciting: bool = True) -> None:
         """Seal one packet."""
         quic = self._quic
-        if len(payload) < MIN_PAYLOAD:
-            payload += bytes(MIN_PAYLOAD - len(payload))
         number = quic._packet_number
         size = self._sealer.add(number, payload)
         quic._packet_number = number + 1
         self.packets += 1
-        packet = SentPacket(number, self._now, size, eliciting, handlers)
-        self._space.sent_packets[number] = packet  # type: ignore[assignment]
-        if eliciting:
-            self._eliciting += 1
-            self._on_packet_sent(packet=packet)  # type: ignore[arg-type]
+        self._eliciting += eliciting
+        _register(quic, SentPacket(number, self._now, size, eliciting, handlers))
 
     def add_frames(
         self,
@@ -368,18 +399,39 @@ class _Batch:
         """Return the batch, and let timers, pacing and path know of it."""
         if not self.packets:
             return None
-        quic, now = self._quic, self._now
+        quic = self._quic
         data = self._sealer.finish()
-        path = quic._network_paths[0]
-        path.bytes_sent += len(data)
-        if self._eliciting:
-            self._space.ack_eliciting_in_flight += self._eliciting
-            quic._loss._time_of_last_sent_ack_eliciting_packet = now
-            quic.pacer.took(len(data), now)
-            if not quic._ack_eliciting_sent_since_receipt:
-                quic._close_at = now + quic._idle_timeout()
-                quic._ack_eliciting_sent_since_receipt = True
-        return Transmit(data, self._size if self.packets > 1 else len(data), path.addr)
+        _note_sent(quic, len(data), self._eliciting, self._now)
+        segment = self._size if self.packets > 1 else len(data)
+        return Transmit(data, segment, quic._network_paths[0].addr)
+
+
+def _payload(parts: list[bytes]) -> bytes:
+    """Return the frames of a packet, with what padding it takes to be sealed."""
+    payload = b"".join(parts)
+    return payload if len(payload) >= MIN_PAYLOAD else payload.ljust(MIN_PAYLOAD, b"\0")
+
+
+def _register(quic: BatchConnection, packet: SentPacket) -> None:
+    """Have loss recovery, and congestion control if it counts, know of a packet."""
+    quic.data_space.sent_packets[packet.packet_number] = packet  # type: ignore[assignment]
+    if packet.in_flight:
+        quic._loss._cc.on_packet_sent(packet=packet)  # type: ignore[arg-type]
+
+
+def _note_sent(quic: BatchConnection, size: int, eliciting: int, now: float) -> None:
+    """Let timers, pacing and path know of `size` bytes that leave.
+
+    Of the packets in them, `eliciting` call for an acknowledgement.
+    """
+    quic._network_paths[0].bytes_sent += size
+    if eliciting:
+        quic.data_space.ack_eliciting_in_flight += eliciting
+        quic._loss._time_of_last_sent_ack_eliciting_packet = now
+        quic.pacer.took(size, now)
+        if not quic._ack_eliciting_sent_since_receipt:
+            quic._close_at = now + quic._idle_timeout()
+            quic._ack_eliciting_sent_since_receipt = True
 
 
 def keys_of(context: CryptoContext) -> Keys:
