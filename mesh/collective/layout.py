@@ -6,12 +6,12 @@ own memory; of any other a copy is made, and results are scattered back in place
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from mesh.collective.errors import UnsupportedCollective
-from tensor_bridge import tensor_bytes
 
 __all__ = ["check_distinct", "check_readable", "check_writable", "gathered", "raw", "scatter_back"]
 
@@ -108,7 +108,12 @@ def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def raw(elements: torch.Tensor) -> memoryview:
     """Return the bytes of what `gathered` returned. The view keeps the memory alive."""
-    return tensor_bytes(elements)
+    nbytes = elements.numel() * elements.dtype.itemsize
+    if not nbytes:
+        return memoryview(bytearray())
+    span = (ctypes.c_ubyte * nbytes).from_address(elements.data_ptr())
+    span.owner = elements  # type: ignore[attr-defined]  # the view holds the span, it the tensor
+    return memoryview(span).cast("B")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from mesh.collective import (
     Transfer,
 )
 from mesh.collective.exchange import Channel, Check
+from mesh.collective.host import Board
 from mesh.distributed import wire
 from mesh.distributed.link import Link, PostedReceive, PostedSend
 from mesh.tasks import helpers
@@ -76,6 +77,7 @@ class QuicExchange:
         self.rank = rank
         self.size = size
         self.failure: CollectiveError | None = None
+        self.board: Board | None = None
         self._portal = portal
         self._endpoint = endpoint
         self._service = service
@@ -136,6 +138,8 @@ class QuicExchange:
             if self.failure is not None:
                 return
             self.failure = error
+        if self.board is not None:
+            self.board.wake()
         self._call(self._spread_failure)
 
     def close(self, timeout: float) -> None:
@@ -145,8 +149,9 @@ class QuicExchange:
         """
         with self._lock:
             self._left = True
-            if self._over:
-                return
+        self._leave_board()
+        if self._over:
+            return
         patience = DELIVERY_SECONDS + timeout + REPLY_SECONDS
         with contextlib.suppress(RuntimeError):  # the loop has ended: it leaves by itself
             leaving = self._portal.start_task_soon(self._leave, timeout)
@@ -215,9 +220,11 @@ class QuicExchange:
                 self._over = True
                 self._loop_thread = 0
             self._take_calls()
+            self._leave_board()
 
     def dissolve(self) -> None:
         """Give up a group that could not be formed."""
+        self._leave_board()
         self._over = self._left = True
         self._known.set()
         for link in self._links.values():
@@ -313,6 +320,10 @@ class QuicExchange:
             self._woken = False
             while self._calls:
                 self._calls.popleft()()
+
+    def _leave_board(self) -> None:
+        if self.board is not None:
+            self.board.close(is_broken=self.failure is not None)
 
     def _ended(self) -> CollectiveError:
         return GroupAborted(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
+import os
 import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from mesh.collective import CollectiveError, CollectiveTimeout, Header, RankLeft, Transfer
 from mesh.collective.exchange import Channel, Check
+from mesh.collective.host import Board, Layout
+from tensor_bridge.lanes.shared.doorbell import make_eventfd
 
 T = TypeVar("T")
 
@@ -40,10 +44,17 @@ class MemoryNetwork:
         eager: complete sends at once, from a copy, instead of when they are received.
         jitter: seed for random pauses before each post; None for none.
         slow: rank whose messages leave its memory only some time after it sent them.
+        box_bytes: share memory with boxes of so many bytes; None for messages alone.
     """
 
     def __init__(
-        self, size: int, *, eager: bool = False, jitter: int | None = None, slow: int | None = None
+        self,
+        size: int,
+        *,
+        eager: bool = False,
+        jitter: int | None = None,
+        slow: int | None = None,
+        box_bytes: int | None = None,
     ) -> None:
         self.size = size
         self.eager = eager
@@ -53,9 +64,17 @@ class MemoryNetwork:
         self.posted: dict[tuple[int, int, Channel], deque[_Posted]] = defaultdict(deque)
         self.left: set[int] = set()
         self.ranks = [MemoryExchange(self, rank) for rank in range(size)]
+        if box_bytes is not None and size > 1:
+            for exchange, board in zip(self.ranks, make_boards(size, box_bytes), strict=True):
+                exchange.board = board
         self.slow = slow
         self.messages = 0
         self.nbytes = 0
+
+    def close(self) -> None:
+        for exchange in self.ranks:
+            if exchange.board is not None:
+                exchange.board.close()
 
     def match(self, key: tuple[int, int, Channel]) -> None:
         sent, posted = self.sent[key], self.posted[key]
@@ -82,6 +101,7 @@ class MemoryExchange:
         self.size = network.size
         self.group = "test"
         self.failure: CollectiveError | None = None
+        self.board: Board | None = None
 
     def label(self, rank: int) -> str:
         return f"rank {rank} (node-{rank})"
@@ -151,6 +171,8 @@ class MemoryExchange:
                 if rank.failure is None:
                     rank.failure = error
                     rank.drop(error)
+                    if rank.board is not None:
+                        rank.board.wake()
 
     def drop(self, error: CollectiveError) -> None:
         for (source, target, _), sends in list(self.network.sent.items()):
@@ -166,6 +188,8 @@ class MemoryExchange:
                 receipts.clear()
 
     def close(self, timeout: float) -> None:
+        if self.board is not None:
+            self.board.close(is_broken=self.failure is not None)
         with self.network.lock:
             self.network.left.add(self.rank)
 
@@ -186,6 +210,28 @@ class MemoryExchange:
     def pause(self) -> None:
         if self.network.random is not None:
             time.sleep(self.network.random.random() * 1e-3)
+
+
+def make_boards(size: int, box_bytes: int, pidfds: Sequence[int] = ()) -> list[Board]:
+    """Return one board per rank, all on one memory, watching the processes of `pidfds`."""
+    layout = Layout.of(size, box_bytes)
+    memory = mmap.mmap(-1, layout.nbytes)
+    eventfds = [make_eventfd() for _ in range(size)]
+    boards = [
+        Board(
+            memory,
+            layout,
+            tuple(range(size)),
+            place,
+            own=os.dup(eventfds[place]),
+            eventfds={each: os.dup(eventfds[each]) for each in range(size) if each != place},
+            pidfds={each: os.dup(fd) for each, fd in enumerate(pidfds) if each != place},
+        )
+        for place in range(size)
+    ]
+    for descriptor in eventfds:
+        os.close(descriptor)
+    return boards
 
 
 def run_ranks(size: int, body: Callable[[int], T], *, timeout: float = 20.0) -> list[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,9 +11,13 @@ import torch
 from mesh import collective
 from mesh.collective import Operation, Reduction, Signature
 from mesh.collective import allreduce as allreduce_module
+from mesh.collective.host import reducing as reducing_module
 from tests.mesh.collective.exchange_memory import MemoryNetwork, run_ranks
 
 SIZES = [1, 2, 3, 4]
+BOX = 4096
+"""The smallest box: several rounds for what is longer."""
+
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
@@ -22,11 +26,23 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short tensors run through every path."""
     monkeypatch.setattr(allreduce_module, "WHOLE_BYTES", 256)
     monkeypatch.setattr(allreduce_module, "PIECE_BYTES", 128)
+    monkeypatch.setattr(reducing_module, "WHOLE_BYTES", 256)
+    monkeypatch.setattr(reducing_module, "FOLD_ELEMENTS", 48)
 
 
-@pytest.fixture(params=["eager", "rendezvous"])
-def network_of(request: pytest.FixtureRequest) -> Callable[[int], MemoryNetwork]:
-    return lambda size: MemoryNetwork(size, eager=request.param == "eager", jitter=size)
+@pytest.fixture(params=["eager", "rendezvous", "host"])
+def network_of(request: pytest.FixtureRequest) -> Iterator[Callable[[int], MemoryNetwork]]:
+    networks: list[MemoryNetwork] = []
+
+    def make(size: int) -> MemoryNetwork:
+        box_bytes = BOX if request.param == "host" else None
+        eager = request.param == "eager"
+        networks.append(MemoryNetwork(size, eager=eager, jitter=size, box_bytes=box_bytes))
+        return networks[-1]
+
+    yield make
+    for network in networks:
+        network.close()
 
 
 def operation(network: MemoryNetwork, rank: int, sequence: int = 0) -> Operation:

@@ -1,0 +1,223 @@
+"""The Unix sockets on which the processes of one host hand out the memory of a group.
+
+The first rank listens at an address for each other one. Who connects shows the secret that this
+rank was told on its own connection. Then packets go, each with one descriptor::
+
+    member to first    b  what wakes it (an eventfd)
+                       p  what tells of its end (a pidfd)
+    first to member    m  the memory
+                       b  and p of each other place, its own included
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from auth import NodeId, PeerIdentity
+from mesh.collective.host import Board, Layout
+from tensor_bridge.lanes.shared.doorbell import check_eventfd, make_eventfd
+from tensor_bridge.lanes.shared.meeting import ADDRESS_BYTES, SECRET_BYTES
+from tensor_bridge.lanes.shared.rendezvous import admit, introduce
+from tensor_bridge.lanes.shared.segment import make_segment, map_segment
+from tensor_bridge.lanes.shared.sockets import listen, send_packet, take_packet
+from transport import ProtocolError
+
+__all__ = ["OFFER_BYTES", "host_memory", "join_memory"]
+
+OFFER_BYTES = ADDRESS_BYTES + SECRET_BYTES
+"""What a rank is offered: where to connect, and what to show there."""
+
+_PACKET = struct.Struct("<cH")
+_MEMORY, _BELL, _PROCESS = b"m", b"b", b"p"
+
+
+async def host_memory(
+    nodes: tuple[NodeId, ...], place: int, offers: list[bytes], timeout: float
+) -> Board:
+    """Make the memory of a group, and hand it to the others.
+
+    Args:
+        nodes: for each place who is there.
+        place: this rank's.
+        offers: what each of them was told.
+        timeout: seconds for all of it.
+
+    Raises:
+        TimeoutError: some did not come.
+        ProtocolError: one hands over something else.
+        OSError: there is no memory, or are no descriptors, left.
+    """
+    layout = Layout.of(len(nodes))
+    socks: dict[int, socket.socket] = {}
+    with _Descriptors(len(nodes), place) as held, contextlib.ExitStack() as stack:
+        memory, descriptor = make_segment(layout.nbytes)
+        stack.callback(os.close, descriptor)
+        others = [each for each in range(len(nodes)) if each != place]
+        listeners = {
+            each: stack.enter_context(listen(offers[each][:ADDRESS_BYTES])) for each in others
+        }
+
+        async def welcome(each: int) -> None:
+            peer = PeerIdentity(nodes[each])
+            found = await admit(listeners[each], offers[each][ADDRESS_BYTES:], peer)
+            if found is None:
+                raise ProtocolError("shared memory", peer=peer, why="it was not among the callers")
+            socks[each] = stack.enter_context(found.sock)
+            for kind in (_BELL, _PROCESS):
+                held.take(await _receive(found.sock), kind, each)
+
+        async def hand_over(each: int) -> None:
+            await _send(socks[each], _MEMORY, 0, descriptor)
+            for other in range(len(nodes)):
+                await _send(socks[each], _BELL, other, held.bells[other])
+                await _send(socks[each], _PROCESS, other, held.processes[other])
+
+        with anyio.fail_after(timeout):
+            await _all(welcome, others)
+            check_eventfd(list(held.bells.values()))
+            await _all(hand_over, others)
+        return held.board(memory, layout, place)
+
+
+async def join_memory(size: int, place: int, offered: bytes, timeout: float) -> Board:
+    """Get the memory of a group from the first rank of this host.
+
+    Args:
+        size: number of ranks.
+        place: this rank's place.
+        offered: what this rank was told.
+        timeout: seconds for all of it.
+
+    Raises:
+        TimeoutError: it did not answer.
+        ProtocolError: it hands over something else.
+        OSError: it is not there, or there are no descriptors left.
+    """
+    layout = Layout.of(size)
+    with _Descriptors(size, place) as held, anyio.fail_after(timeout):
+        found = await introduce(offered[:ADDRESS_BYTES], offered[ADDRESS_BYTES:])
+        with found.sock as sock:
+            await _send(sock, _BELL, place, held.bells[place])
+            await _send(sock, _PROCESS, place, held.processes[place])
+            kind, _, descriptor = await _receive(sock)
+            try:
+                if kind != _MEMORY:
+                    raise _wrong()
+                memory = map_segment(descriptor, layout.nbytes)
+            finally:
+                os.close(descriptor)
+            for other in range(size):
+                for kind in (_BELL, _PROCESS):
+                    held.take(await _receive(sock), kind, other)
+        check_eventfd(list(held.bells.values()))
+        return held.board(memory, layout, place)
+
+
+class _Descriptors:
+    """What wakes each rank, and what tells of its end, until a board has them."""
+
+    def __init__(self, size: int, place: int) -> None:
+        self.bells: dict[int, int] = {}
+        self.processes: dict[int, int] = {}
+        self._place = place
+
+    def __enter__(self) -> Self:
+        self.bells[self._place] = make_eventfd()
+        try:
+            self.processes[self._place] = os.pidfd_open(os.getpid())
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def take(self, packet: tuple[bytes, int, int], kind: bytes, place: int) -> None:
+        """Keep the descriptor of a packet, which is of this kind and place; this rank's own not."""
+        found, at, descriptor = packet
+        table = self.bells if kind == _BELL else self.processes
+        if place in table:
+            os.close(descriptor)
+        else:
+            table[place] = descriptor
+        if (found, at) != (kind, place):
+            raise _wrong()
+
+    def board(self, memory: mmap.mmap, layout: Layout, place: int) -> Board:
+        """Return the board that has them from now on."""
+        own = self.bells.pop(place)
+        os.close(self.processes.pop(place))
+        bells, self.bells = self.bells, {}
+        processes, self.processes = self.processes, {}
+        return Board(
+            memory,
+            layout,
+            tuple(range(layout.size)),
+            place,
+            own=own,
+            eventfds=bells,
+            pidfds=processes,
+        )
+
+    def _close(self) -> None:
+        for descriptor in (*self.bells.values(), *self.processes.values()):
+            os.close(descriptor)
+        self.bells.clear()
+        self.processes.clear()
+
+
+async def _all(work: Callable[[int], Awaitable[None]], places: list[int]) -> None:
+    """Do the work for all places at once; raise the first error as it is."""
+    failed: list[Exception] = []
+
+    async def attempt(place: int) -> None:
+        try:
+            await work(place)
+        except Exception as error:
+            failed.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for place in places:
+            tasks.start_soon(attempt, place)
+    if failed:
+        raise failed[0]
+
+
+async def _send(sock: socket.socket, kind: bytes, place: int, descriptor: int) -> None:
+    while True:
+        try:
+            send_packet(sock, _PACKET.pack(kind, place), descriptor)
+            return
+        except BlockingIOError:
+            await anyio.wait_writable(sock)
+
+
+async def _receive(sock: socket.socket) -> tuple[bytes, int, int]:
+    """Return kind, place and descriptor of the next packet; the descriptor is the caller's."""
+    while True:
+        await anyio.wait_readable(sock)
+        with contextlib.suppress(BlockingIOError), take_packet(sock) as (data, descriptor):
+            if descriptor is None or len(data) != _PACKET.size:
+                raise _wrong()
+            kind, place = _PACKET.unpack(data)
+            return kind, place, os.dup(descriptor)
+
+
+def _wrong() -> ProtocolError:
+    return ProtocolError("shared memory", why="a packet that does not belong there")

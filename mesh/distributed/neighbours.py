@@ -1,0 +1,135 @@
+"""Which ranks of a group run on one host, and how those get the memory that they share.
+
+All ranks take the same three steps, whatever each of them finds, over the connections that they
+have proved themselves on:
+
+1. Each tells the others where it runs, in marks that say nothing to anybody elsewhere, and are good
+   for this group and this rank alone (see `tensor_bridge.lanes.shared.host`).
+2. The first rank of each host makes the memory, and offers each other one there an address to
+   connect to and a secret to show (see `mesh.distributed.hosting`).
+3. Each tells whether it has got it. Unless all have, none uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from anyio.from_thread import BlockingPortal
+
+from auth import MeshError, NodeId
+from mesh.collective import Exchange, Operation, Signature
+from mesh.collective.host import MAX_PLACES, Board
+from mesh.distributed.hosting import OFFER_BYTES, host_memory, join_memory
+from tensor_bridge.lanes.shared.host import ASKER, FACTS, MARK_BYTES, apart, here, unavailable
+
+__all__ = ["share_memory"]
+
+MEETING_SECONDS = 5.0
+"""For the processes of one host to get together; it takes milliseconds."""
+
+_NOT_HERE = bytes(len(FACTS) * MARK_BYTES)
+"""The marks of a rank that shares no memory."""
+
+_log = logging.getLogger("quicmesh.collective")
+
+
+def share_memory(
+    portal: BlockingPortal,
+    exchange: Exchange,
+    nodes: tuple[NodeId, ...],
+    nonce: bytes,
+    *,
+    is_off: bool,
+    deadline: float,
+) -> Board | None:
+    """Return the memory that this rank shares with all others, if they are on this host.
+
+    Args:
+        portal: into the event loop of the node.
+        exchange: of the group, connected.
+        nodes: who each rank is, as proved on its connection.
+        nonce: the group's.
+        is_off: share none, though the others might.
+        deadline: on the clock of ``time.monotonic``.
+
+    Raises:
+        CollectiveError: the group breaks meanwhile.
+    """
+    meeting = _Meeting(exchange, deadline)
+    rank, size = exchange.rank, exchange.size
+    why = "it is switched off" if is_off else unavailable()
+    here_are = meeting.neighbours(nodes, nonce, is_here=why is None)
+    if why is None and (len(here_are) < size or size > MAX_PLACES):
+        why = "not all ranks run on one host" if size <= MAX_PLACES else "there are too many ranks"
+    offers = [bytes(OFFER_BYTES)] * size
+    if why is None and rank == here_are[0]:
+        offers = [os.urandom(OFFER_BYTES) for _ in range(size)]
+    board: Board | None = None
+    try:
+        offered = meeting.swap("offer", offers)[here_are[0]]
+        if why is None:
+            patience = min(MEETING_SECONDS, max(0.0, deadline - time.monotonic()))
+            try:
+                if rank == here_are[0]:
+                    board = portal.call(host_memory, nodes, rank, offers, patience)
+                else:
+                    board = portal.call(join_memory, size, rank, offered, patience)
+            except (MeshError, OSError) as error:  # TimeoutError is an OSError
+                why = str(error) or "the processes did not get together in time"
+        votes = meeting.swap("vote", [bytes([board is not None])] * size)
+        if board is not None and votes.count(b"\1") == size:
+            return board
+    except BaseException:
+        if board is not None:
+            board.close()
+        raise
+    if board is not None:
+        board.close()
+        why = "another rank has not got it"
+    _log.info("group '%s' on rank %d shares no memory: %s", exchange.group, rank, why)
+    return None
+
+
+class _Meeting:
+    """What ranks tell each other before the first operation."""
+
+    def __init__(self, exchange: Exchange, deadline: float) -> None:
+        self._exchange = exchange
+        self._deadline = deadline
+        self._sequence = -1
+
+    def neighbours(
+        self, nodes: tuple[NodeId, ...], nonce: bytes, *, is_here: bool
+    ) -> tuple[int, ...]:
+        """Return the ranks on this host, this one included, in order."""
+        rank, size = self._exchange.rank, self._exchange.size
+
+        def marks(node: NodeId) -> tuple[bytes, ...]:
+            return here().marks(ASKER, node, node, nonce)
+
+        own = b"".join(marks(nodes[rank])) if is_here else _NOT_HERE
+        found = self.swap("place", [own] * size)
+        return tuple(
+            other
+            for other in range(size)
+            if other == rank
+            or (is_here and apart(marks(nodes[other]), _split(found[other])) is None)
+        )
+
+    def swap(self, name: str, payloads: list[bytes]) -> list[bytes]:
+        """Send each rank its payload, all of one length, and return what all have sent."""
+        signature = Signature("forming", detail=name)
+        found = [bytearray(payload) for payload in payloads]
+        with Operation(self._exchange, signature, self._sequence, self._deadline) as operation:
+            for peer in operation.others:
+                operation.receive(peer, memoryview(found[peer]))
+                operation.send(peer, memoryview(payloads[peer]))
+            operation.finish()
+        self._sequence -= 1
+        return [bytes(each) for each in found]
+
+
+def _split(marks: bytes) -> tuple[bytes, ...]:
+    return tuple(marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES))
