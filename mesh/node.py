@@ -414,6 +414,11 @@ class Node:
         return tuple(found)
 
     @property
+    def shared_memory(self) -> bool:
+        """Whether tensors and collectives may take memory that peers of this host share."""
+        return self._shared_memory
+
+    @property
     def lanes(self) -> Lanes:
         """The ways beside QUIC that tensors can take to and from peers, for a `TensorClient`.
 

@@ -220,7 +220,8 @@ class QuicExchange:
                 self._over = True
                 self._loop_thread = 0
             self._take_calls()
-            self._leave_board()
+            if self.failure is None and not (self.board and self.board.is_deserted):
+                self._leave_board()  # this node was closed: whoever waits for this rank is told
 
     def dissolve(self) -> None:
         """Give up a group that could not be formed."""

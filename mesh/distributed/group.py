@@ -326,7 +326,8 @@ class ProcessGroupMesh(_ProcessGroup):
         opts: Any,
         timeout: timedelta | None = None,
     ) -> MeshWork:
-        return self._engine.run(name, result, todo, _seconds(opts, timeout))
+        here = getattr(opts, "asyncOp", True) is False
+        return self._engine.run(name, result, todo, _seconds(opts, timeout), here=here)
 
     def _root(self, opts: Any) -> int:
         root = opts if isinstance(opts, int) else opts.rootRank

@@ -144,6 +144,14 @@ class Board:
         """Return whether a rank has left the group, which was whole."""
         return self.words[self.layout.left(place)] == _LEFT
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether all others have left."""
+        try:
+            return self._is_closed or all(map(self.has_left, self.others))
+        except ValueError:  # closed just now
+            return True
+
     def lost(self, gone: Gone | None = None) -> tuple[int, ...]:
         """Return the places whose processes have ended or are stopped.
 

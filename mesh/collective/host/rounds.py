@@ -42,9 +42,10 @@ def rounds(
         with board.used():
             yield Rounds(board, operation, count, sizes, wanted)
     except BoardClosed:
-        raise GroupAborted(
-            str(operation), after=operation.elapsed(), why="this rank has left the group"
-        ) from None
+        failure = operation.exchange.failure or GroupAborted(
+            str(operation), why="this rank has left the group, or its node was closed"
+        )
+        raise failure.during(str(operation), after=operation.elapsed()) from None
 
 
 class Rounds:
