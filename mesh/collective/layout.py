@@ -43,6 +43,8 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
         UnsupportedCollective: as `check_readable`; or elements share memory, as after ``expand``.
     """
     check_readable(tensor, name)
+    if tensor.is_contiguous():
+        return
     shared = (
         step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -77,11 +79,12 @@ def check_distinct(tensors: Sequence[torch.Tensor], name: str) -> None:
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in row order: the tensor's own memory if contiguous, else a copy."""
-    plain = tensor.detach()
+    is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+    plain = tensor if is_plain else tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     if plain.is_contiguous():
-        return plain.view(-1)
+        return plain if plain.dim() == 1 else plain.view(-1)
     bits = _BITS.get(plain.dtype.itemsize)
     if bits is None:  # complex128, which torch can copy as it is
         return plain.contiguous().view(-1)

@@ -88,9 +88,12 @@ class Engine:
         with self._lock:
             self._refuse_if_closed(name)
             first = self.sequence
-            work = self._work(f"{name} #{first}", result, deadline)
+            what = f"{name} #{first}"
             is_here = here and self._ops.claim()
-            if not is_here:
+            if is_here:
+                work = MeshWork(what, result, deadline)
+            else:
+                work = self._work(what, result, deadline)
                 self._ops.submit(lambda: self._run(work, steps, first, deadline, inference))
             self.sequence += len(steps)
         if is_here:

@@ -17,7 +17,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -92,17 +92,20 @@ class Board:
 
     # An operation's.
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Keep the memory for the block.
+    def enter(self) -> None:
+        """Keep the memory until `leave`.
 
         Raises:
             BoardClosed: it is given up.
         """
-        with self._in_use:
-            if self._is_closed:
-                raise BoardClosed
-            yield
+        self._in_use.acquire()
+        if self._is_closed:
+            self._in_use.release()
+            raise BoardClosed
+
+    def leave(self) -> None:
+        """Let the memory be given up."""
+        self._in_use.release()
 
     def show(self) -> None:
         """Begin the next round: let the others read what was written to its header and box."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from mesh.collective.host.board import Board
-from mesh.collective.host.rounds import rounds
+from mesh.collective.host.rounds import Rounds
 from mesh.collective.layout import raw
 from mesh.collective.operation import Operation
 
@@ -100,7 +100,7 @@ def _show(
 ) -> None:
     """Show one payload to `readers`, and fill what is wanted from others with theirs."""
     box_bytes = board.layout.box_bytes
-    with rounds(
+    with Rounds(
         board,
         operation,
         count=-(-len(payload) // box_bytes),
@@ -128,7 +128,7 @@ def _deal(
     """Show each payload in its reader's lane, and fill what is wanted from others."""
     lane = board.layout.lane_bytes()
     longest = max((len(payload) for payload in sent.values()), default=0)
-    with rounds(
+    with Rounds(
         board,
         operation,
         count=-(-longest // lane),

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from mesh.collective.host.board import Board
-from mesh.collective.host.rounds import Rounds, rounds
+from mesh.collective.host.rounds import Rounds
 from mesh.collective.layout import raw
 from mesh.collective.operation import Operation
 from mesh.collective.reduction import Reduction, reduce_into
@@ -48,7 +48,7 @@ def reduce(
     nbytes, is_root = elements.numel() * dtype.itemsize, operation.rank == root
     step = board.layout.box_bytes // dtype.itemsize
     view = raw(elements)
-    with rounds(
+    with Rounds(
         board,
         operation,
         count=-(-elements.numel() // step),
@@ -61,7 +61,7 @@ def reduce(
                 _put(turns.own_box(), view, start * dtype.itemsize, step * dtype.itemsize)
             turns.turn()
             piece = elements[start : start + step]
-            if is_root and len(piece):
+            if is_root and piece.numel():
                 parts = [turns.elements(place, dtype) for place in range(size)]
                 parts[root] = piece
                 _fold(piece, parts, op)
@@ -78,7 +78,7 @@ def reduce_scatter(
     size, place, dtype = board.layout.size, board.place, out.dtype
     lane, views = board.layout.lane_bytes(), [raw(chunk) for chunk in chunks]
     step = lane // dtype.itemsize
-    with rounds(
+    with Rounds(
         board,
         operation,
         count=-(-max(map(len, views)) // lane),
@@ -91,7 +91,7 @@ def reduce_scatter(
                 _put(box[other * lane :], views[other], at * lane, lane)
             turns.turn()
             target = out[at * step : (at + 1) * step]
-            if len(target):
+            if target.numel():
                 parts = [turns.elements(each, dtype)[place * step :] for each in range(size)]
                 parts[place] = chunks[place][at * step : (at + 1) * step]
                 _fold(target, parts, op)
@@ -101,7 +101,7 @@ def _reduce_whole(
     board: Board, operation: Operation, elements: torch.Tensor, nbytes: int, op: Reduction
 ) -> None:
     count, sizes = elements.numel(), (nbytes,) * board.layout.size
-    with rounds(board, operation, count=1, sizes=sizes, wanted=sizes) as turns:
+    with Rounds(board, operation, count=1, sizes=sizes, wanted=sizes) as turns:
         turns.own_box()[:nbytes] = raw(elements)
         turns.turn()
         if count:
@@ -121,14 +121,14 @@ def _reduce_parts(
     lane, views = board.layout.lane_bytes(), [raw(part) for part in parts]
     pieces, step = -(-max(map(len, views)) // lane), lane // dtype.itemsize
     sizes = (nbytes,) * size
-    with rounds(board, operation, count=pieces + 1, sizes=sizes, wanted=sizes) as turns:
+    with Rounds(board, operation, count=pieces + 1, sizes=sizes, wanted=sizes) as turns:
         while not turns.is_over:
             at, box = turns.at, turns.own_box()
             for other in board.others:
                 _put(box[other * lane :], views[other], at * lane, lane)
             turns.turn()
             own = parts[place][at * step : (at + 1) * step]
-            if len(own):
+            if own.numel():
                 _reduce_piece(board, turns, own, step, op)
                 _put(views[place][at * lane :], turns.own_box()[place * lane :], 0, lane)
             for other in board.others if at else ():
@@ -140,7 +140,7 @@ def _reduce_piece(board: Board, turns: Rounds, own: torch.Tensor, step: int, op:
     place, dtype = board.place, own.dtype
     shown = [turns.elements(each, dtype)[place * step :] for each in range(board.layout.size)]
     shown[place] = own
-    _fold(turns.own_elements(dtype)[place * step :][: len(own)], shown, op)
+    _fold(turns.own_elements(dtype)[place * step :][: own.numel()], shown, op)
 
 
 def _put(target: memoryview, source: memoryview, start: int, longest: int) -> None:
@@ -151,7 +151,11 @@ def _put(target: memoryview, source: memoryview, start: int, longest: int) -> No
 
 def _fold(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
     """Reduce as many elements of `parts` as `out` has."""
-    for start in range(0, len(out), FOLD_ELEMENTS):
+    count = out.numel()
+    if count <= FOLD_ELEMENTS:
+        reduce_into(out, [part if part.numel() == count else part[:count] for part in parts], op)
+        return
+    for start in range(0, count, FOLD_ELEMENTS):
         target = out[start : start + FOLD_ELEMENTS]
-        stop = start + len(target)
+        stop = start + target.numel()
         reduce_into(target, [part[start:stop] for part in parts], op)

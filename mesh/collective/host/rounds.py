@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -16,16 +16,13 @@ from mesh.collective.host.header import CALL_BYTES, call, decode_call, decode_re
 if TYPE_CHECKING:
     from mesh.collective.operation import Operation
 
-__all__ = ["Rounds", "rounds"]
+__all__ = ["Rounds"]
 
 _FIX = "Leave the group and form a new one without it."
 
 
-@contextlib.contextmanager
-def rounds(
-    board: Board, operation: Operation, *, count: int, sizes: Sequence[int], wanted: Sequence[int]
-) -> Iterator[Rounds]:
-    """Use the memory for one operation.
+class Rounds:
+    """The rounds of one operation on this rank. A context manager: the memory stays for the block.
 
     Args:
         board: the memory.
@@ -35,21 +32,8 @@ def rounds(
         wanted: bytes that it expects from each place.
 
     Raises:
-        GroupAborted: this rank leaves the group, or has left it.
+        GroupAborted: on entry or in a round: this rank leaves the group, or has left it.
         CollectiveError: the group is broken.
-    """
-    try:
-        with board.used():
-            yield Rounds(board, operation, count, sizes, wanted)
-    except BoardClosed:
-        failure = operation.exchange.failure or GroupAborted(
-            str(operation), why="this rank has left the group, or its node was closed"
-        )
-        raise failure.during(str(operation), after=operation.elapsed()) from None
-
-
-class Rounds:
-    """The rounds of one operation on this rank; see `rounds`.
 
     Attributes:
         at: the number of the round, from 0.
@@ -71,9 +55,27 @@ class Rounds:
         self._sizes = tuple(sizes)
         self._wanted = wanted
         self._call = call(operation.signature, operation.sequence)
-        self._pending: list[int] = []
-        if operation.exchange.failure is not None:
-            raise self._broken(operation.exchange.failure)
+        self._pending: Sequence[int] = ()
+
+    def __enter__(self) -> Self:
+        try:
+            self._board.enter()
+        except BoardClosed:
+            raise self._closed() from None
+        failure = self._operation.exchange.failure
+        if failure is not None:
+            error = self._broken(failure)
+            self._board.leave()
+            raise error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._board.leave()
 
     @property
     def is_over(self) -> bool:
@@ -114,7 +116,7 @@ class Rounds:
             start += CALL_BYTES
             board.bytes[start : start + len(rest)] = rest
         board.show()
-        self._pending = list(board.others)
+        self._pending = board.others
         try:
             board.wait(self._have_come, operation.deadline)
         except TimeoutError:
@@ -123,6 +125,8 @@ class Rounds:
             lost = board.lost(gone)
             failure = operation.exchange.failure
             raise (self._broken(failure) if failure else self._lost(lost)) from None
+        except BoardClosed:
+            raise self._closed() from None
         self.at += 1
 
     def _have_come(self) -> bool:
@@ -176,6 +180,13 @@ class Rounds:
         return self._board.bytes[start : start + layout.box_bytes]
 
     # How it fails.
+
+    def _closed(self) -> CollectiveError:
+        what = str(self._operation)
+        failure = self._operation.exchange.failure or GroupAborted(
+            what, why="this rank has left the group, or its node was closed"
+        )
+        return failure.during(what, after=self._operation.elapsed())
 
     def _broken(self, failure: CollectiveError) -> CollectiveError:
         """Return the group's failure in terms of this operation; who else is lost is named, too."""
