@@ -31,7 +31,7 @@ from tensor_bridge.lanes.shared.segment import make_segment, map_segment
 from tensor_bridge.lanes.shared.sockets import listen, send_packet, take_packet
 from transport import ProtocolError
 
-__all__ = ["OFFER_BYTES", "host_memory", "join_memory"]
+__all__ = ["OFFER_BYTES", "Reception", "join_memory"]
 
 OFFER_BYTES = ADDRESS_BYTES + SECRET_BYTES
 """What a rank is offered: where to connect, and what to show there."""
@@ -40,52 +40,76 @@ _PACKET = struct.Struct("<cH")
 _MEMORY, _BELL, _PROCESS = b"m", b"b", b"p"
 
 
-async def host_memory(
-    nodes: tuple[NodeId, ...], place: int, offers: list[bytes], timeout: float
-) -> Board:
-    """Make the memory of a group, and hand it to the others.
+class Reception:
+    """Where the first rank of a host waits for the others. It listens at once.
 
     Args:
         nodes: for each place who is there.
         place: this rank's.
-        offers: what each of them was told.
-        timeout: seconds for all of it.
 
     Raises:
-        TimeoutError: some did not come.
-        ProtocolError: one hands over something else.
-        OSError: there is no memory, or are no descriptors, left.
+        OSError: there are no sockets left.
+
+    Attributes:
+        offers: for each place what is to be told to it, and to nobody else.
     """
-    layout = Layout.of(len(nodes))
-    socks: dict[int, socket.socket] = {}
-    with _Descriptors(len(nodes), place) as held, contextlib.ExitStack() as stack:
-        memory, descriptor = make_segment(layout.nbytes)
-        stack.callback(os.close, descriptor)
-        others = [each for each in range(len(nodes)) if each != place]
-        listeners = {
-            each: stack.enter_context(listen(offers[each][:ADDRESS_BYTES])) for each in others
-        }
 
-        async def welcome(each: int) -> None:
-            peer = PeerIdentity(nodes[each])
-            found = await admit(listeners[each], offers[each][ADDRESS_BYTES:], peer)
-            if found is None:
-                raise ProtocolError("shared memory", peer=peer, why="it was not among the callers")
-            socks[each] = stack.enter_context(found.sock)
-            for kind in (_BELL, _PROCESS):
-                held.take(await _receive(found.sock), kind, each)
+    def __init__(self, nodes: tuple[NodeId, ...], place: int) -> None:
+        self.offers = [os.urandom(OFFER_BYTES) for _ in nodes]
+        self._nodes = nodes
+        self._place = place
+        self._others = [each for each in range(len(nodes)) if each != place]
+        self._listeners: dict[int, socket.socket] = {}
+        try:
+            for each in self._others:
+                self._listeners[each] = listen(self.offers[each][:ADDRESS_BYTES])
+        except BaseException:
+            self.close()
+            raise
 
-        async def hand_over(each: int) -> None:
-            await _send(socks[each], _MEMORY, 0, descriptor)
-            for other in range(len(nodes)):
-                await _send(socks[each], _BELL, other, held.bells[other])
-                await _send(socks[each], _PROCESS, other, held.processes[other])
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        for listener in self._listeners.values():
+            listener.close()
 
-        with anyio.fail_after(timeout):
-            await _all(welcome, others)
-            check_eventfd(list(held.bells.values()))
-            await _all(hand_over, others)
-        return held.board(memory, layout, place)
+    async def host_memory(self, timeout: float) -> Board:
+        """Make the memory of the group, and hand it to the others.
+
+        Args:
+            timeout: seconds for all of it.
+
+        Raises:
+            TimeoutError: some did not come.
+            ProtocolError: one hands over something else.
+            OSError: there is no memory, or are no descriptors, left.
+        """
+        size = len(self._nodes)
+        layout = Layout.of(size)
+        socks: dict[int, socket.socket] = {}
+        with _Descriptors(self._place) as held, contextlib.ExitStack() as stack:
+            memory, descriptor = make_segment(layout.nbytes)
+            stack.callback(os.close, descriptor)
+
+            async def welcome(each: int) -> None:
+                peer, secret = PeerIdentity(self._nodes[each]), self.offers[each][ADDRESS_BYTES:]
+                found = await admit(self._listeners[each], secret, peer)
+                if found is None:
+                    raise ProtocolError("shared memory", peer=peer, why="too many others came")
+                socks[each] = stack.enter_context(found.sock)
+                for kind in (_BELL, _PROCESS):
+                    held.take(await _receive(found.sock), kind, each)
+
+            async def hand_over(each: int) -> None:
+                await _send(socks[each], _MEMORY, 0, descriptor)
+                for other in range(size):
+                    await _send(socks[each], _BELL, other, held.bells[other])
+                    await _send(socks[each], _PROCESS, other, held.processes[other])
+
+            with anyio.fail_after(timeout):
+                await _all(welcome, self._others)
+                check_eventfd(list(held.bells.values()))
+                await _all(hand_over, self._others)
+            return held.board(memory, layout, self._place)
 
 
 async def join_memory(size: int, place: int, offered: bytes, timeout: float) -> Board:
@@ -103,7 +127,7 @@ async def join_memory(size: int, place: int, offered: bytes, timeout: float) -> 
         OSError: it is not there, or there are no descriptors left.
     """
     layout = Layout.of(size)
-    with _Descriptors(size, place) as held, anyio.fail_after(timeout):
+    with _Descriptors(place) as held, anyio.fail_after(timeout):
         found = await introduce(offered[:ADDRESS_BYTES], offered[ADDRESS_BYTES:])
         with found.sock as sock:
             await _send(sock, _BELL, place, held.bells[place])
@@ -125,7 +149,7 @@ async def join_memory(size: int, place: int, offered: bytes, timeout: float) -> 
 class _Descriptors:
     """What wakes each rank, and what tells of its end, until a board has them."""
 
-    def __init__(self, size: int, place: int) -> None:
+    def __init__(self, place: int) -> None:
         self.bells: dict[int, int] = {}
         self.processes: dict[int, int] = {}
         self._place = place

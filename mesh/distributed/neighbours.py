@@ -13,7 +13,6 @@ have proved themselves on:
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 from anyio.from_thread import BlockingPortal
@@ -21,7 +20,7 @@ from anyio.from_thread import BlockingPortal
 from auth import MeshError, NodeId
 from mesh.collective import Exchange, Operation, Signature
 from mesh.collective.host import MAX_PLACES, Board
-from mesh.distributed.hosting import OFFER_BYTES, host_memory, join_memory
+from mesh.distributed.hosting import OFFER_BYTES, Reception, join_memory
 from tensor_bridge.lanes.shared.host import ASKER, FACTS, MARK_BYTES, apart, here, unavailable
 
 __all__ = ["share_memory"]
@@ -63,17 +62,21 @@ def share_memory(
     here_are = meeting.neighbours(nodes, nonce, is_here=why is None)
     if why is None and (len(here_are) < size or size > MAX_PLACES):
         why = "not all ranks run on one host" if size <= MAX_PLACES else "there are too many ranks"
-    offers = [bytes(OFFER_BYTES)] * size
+    reception: Reception | None = None
     if why is None and rank == here_are[0]:
-        offers = [os.urandom(OFFER_BYTES) for _ in range(size)]
+        try:
+            reception = Reception(nodes, rank)  # before anybody can know of it
+        except OSError as error:
+            why = str(error)
+    offers = [bytes(OFFER_BYTES)] * size if reception is None else reception.offers
     board: Board | None = None
     try:
         offered = meeting.swap("offer", offers)[here_are[0]]
         if why is None:
             patience = min(MEETING_SECONDS, max(0.0, deadline - time.monotonic()))
             try:
-                if rank == here_are[0]:
-                    board = portal.call(host_memory, nodes, rank, offers, patience)
+                if reception is not None:
+                    board = portal.call(reception.host_memory, patience)
                 else:
                     board = portal.call(join_memory, size, rank, offered, patience)
             except (MeshError, OSError) as error:  # TimeoutError is an OSError
@@ -85,10 +88,15 @@ def share_memory(
         if board is not None:
             board.close()
         raise
+    finally:
+        if reception is not None:
+            reception.close()
     if board is not None:
         board.close()
         why = "another rank has not got it"
-    _log.info("group '%s' on rank %d shares no memory: %s", exchange.group, rank, why)
+    could = len(here_are) == size > 1 and not is_off
+    level = logging.WARNING if could else logging.INFO
+    _log.log(level, "group '%s' on rank %d shares no memory: %s", exchange.group, rank, why)
     return None
 
 

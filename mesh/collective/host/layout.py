@@ -19,7 +19,7 @@ from mesh.collective.host.header import header_bytes
 
 __all__ = ["BOX_BYTES", "MAX_PLACES", "Layout"]
 
-BOX_BYTES = 1 << 20
+BOX_BYTES = 2 << 20
 """What a rank shows the others in one round: much beside what a round costs, little enough for two
 boxes of each rank to stay in the caches."""
 

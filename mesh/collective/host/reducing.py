@@ -152,7 +152,7 @@ def _put(target: memoryview, source: memoryview, start: int, longest: int) -> No
 def _fold(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
     """Reduce as many elements of `parts` as `out` has."""
     count = out.numel()
-    if count <= FOLD_ELEMENTS:
+    if count <= FOLD_ELEMENTS or torch.get_num_threads() == 1:
         reduce_into(out, [part if part.numel() == count else part[:count] for part in parts], op)
         return
     for start in range(0, count, FOLD_ELEMENTS):
