@@ -8,6 +8,8 @@ rounding partial sums between them. Either way contributions are folded in the o
 and every rank hears from every other, so that differing calls and missing ranks are known by name.
 
 Messages are cut into pieces. While one is reduced the next ones are under way.
+
+Ranks of one host do all of it in memory that they share, and those of several hosts what they can.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from mesh.collective import host
+from mesh.collective import host, levels
 from mesh.collective.exchange import Transfer
 from mesh.collective.layout import raw
 from mesh.collective.operation import Operation
@@ -48,6 +50,9 @@ def all_reduce(operation: Operation, elements: torch.Tensor, op: Reduction) -> N
     """
     if operation.board is not None:
         host.all_reduce(operation.board, operation, elements, op)
+        return
+    if operation.hosts is not None:
+        levels.all_reduce(operation.hosts, operation, elements, op, all_reduce)
         return
     nbytes = elements.numel() * elements.dtype.itemsize
     if operation.size <= 2 or nbytes <= WHOLE_BYTES:

@@ -17,6 +17,7 @@ from mesh.collective.errors import CollectiveError
 
 if TYPE_CHECKING:
     from mesh.collective.host.board import Board
+    from mesh.collective.levels import Hosts
 
 __all__ = [
     "COLLECTIVE",
@@ -166,6 +167,10 @@ class Exchange(Protocol):
     @property
     def board(self) -> Board | None:
         """The memory that all ranks share, if they are on one host."""
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Which ranks share memory, if some do, and not all."""
 
     @property
     def failure(self) -> CollectiveError | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mesh.collective import host
+from mesh.collective import host, levels
 from mesh.collective.layout import raw
 from mesh.collective.operation import Operation
 
@@ -32,6 +32,9 @@ def broadcast(operation: Operation, elements: torch.Tensor, root: int) -> None:
     """
     if operation.board is not None:
         host.broadcast(operation.board, operation, elements, root)
+        return
+    if operation.hosts is not None:
+        levels.broadcast(operation.hosts, operation, elements, root, broadcast)
         return
     if operation.rank == root:
         for peer in operation.others:
@@ -113,6 +116,9 @@ def barrier(operation: Operation) -> None:
     """Return once every rank has come here."""
     if operation.board is not None:
         host.barrier(operation.board, operation)
+        return
+    if operation.hosts is not None:
+        levels.barrier(operation.hosts, operation, barrier)
         return
     for peer in operation.others:
         operation.receive(peer, memoryview(bytearray()))

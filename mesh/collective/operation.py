@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -43,13 +44,15 @@ class Operation:
         self.sequence = sequence
         self.deadline = deadline
         self.board = exchange.board
+        self.hosts = exchange.hosts
+        self._members: Sequence[int] = range(exchange.size)
         self._began = time.monotonic()
         self._sends: dict[int, list[Transfer]] = defaultdict(list)
         self._receives: dict[int, list[Transfer]] = defaultdict(list)
 
     def __str__(self) -> str:
         name = f"{self.signature.name} #{self.sequence}"
-        return f"{name} of group '{self.exchange.group}' on rank {self.rank}"
+        return f"{name} of group '{self.exchange.group}' on rank {self.exchange.rank}"
 
     def __enter__(self) -> Self:
         return self
@@ -64,10 +67,23 @@ class Operation:
             self.exchange.fail(error)
         elif error is not None:
             why = f"{type(error).__name__}: {error}"
-            self.exchange.fail(RankFailed(str(self), ranks=(self.rank,), why=why))
+            self.exchange.fail(RankFailed(str(self), ranks=(self.exchange.rank,), why=why))
+
+    def among(self, members: Sequence[int]) -> Operation:
+        """Return the part of this operation that some ranks have alone, this one among them.
+
+        They are numbered from 0, in their order. One part of an operation sends messages.
+        """
+        part = copy.copy(self)
+        part._members = members
+        part.rank, part.size = members.index(self.rank), len(members)
+        part.others = tuple(each for each in range(part.size) if each != part.rank)
+        part.board = part.hosts = None
+        return part
 
     def send(self, peer: int, payload: memoryview) -> Transfer:
         """Post the next message to `peer`."""
+        peer = self._members[peer]
         posted = self._sends[peer]
         header = Header(self.signature, self.sequence, len(posted), payload.nbytes)
         posted.append(self.exchange.post_send(peer, COLLECTIVE, header, payload))
@@ -75,6 +91,7 @@ class Operation:
 
     def receive(self, peer: int, into: memoryview) -> Transfer:
         """Post the receipt of the next message from `peer`."""
+        peer = self._members[peer]
         posted = self._receives[peer]
         check = self.expect(peer, len(posted), into.nbytes)
         posted.append(self.exchange.post_receive(peer, COLLECTIVE, check, into))

@@ -13,7 +13,7 @@ import torch
 
 from mesh.collective.errors import UnsupportedCollective
 
-__all__ = ["Reduction", "reduce_into", "refuse_unless_reducible"]
+__all__ = ["Reduction", "accumulator", "average", "reduce_into", "refuse_unless_reducible"]
 
 
 class Reduction(enum.StrEnum):
@@ -94,7 +94,7 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
     if out.dtype is torch.uint64:
         out = out.view(torch.int64)
         parts = [part.view(torch.int64) for part in parts]
-    kind = _accumulator(out.dtype, op)
+    kind = accumulator(out.dtype, op)
     fold = (_FOLDS_OF_BOOL if out.dtype is torch.bool else _FOLDS)[op]
     is_direct = kind is out.dtype and len(parts) > 1 and _can_hold_total(out, parts)
     if is_direct:
@@ -105,8 +105,7 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
     for part in rest:
         fold(total, part if part.dtype is kind else part.to(kind), out=total)
     if op is Reduction.AVG:
-        exact = total.is_floating_point() or total.is_complex()
-        total.div_(len(parts), rounding_mode=None if exact else "trunc")
+        average(total, len(parts))
     if total is not out:
         out.copy_(total)
 
@@ -120,7 +119,14 @@ def _can_hold_total(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
     return all(abs(start - place) >= nbytes for start in starts)
 
 
-def _accumulator(dtype: torch.dtype, op: Reduction) -> torch.dtype:
+def average(total: torch.Tensor, count: int) -> None:
+    """Turn the sum of `count` contributions into their average."""
+    exact = total.is_floating_point() or total.is_complex()
+    total.div_(count, rounding_mode=None if exact else "trunc")
+
+
+def accumulator(dtype: torch.dtype, op: Reduction) -> torch.dtype:
+    """Return the type in which contributions of `dtype` are folded."""
     if op is Reduction.AVG and (dtype in _SIGNED or dtype in _UNSIGNED):
         return torch.int64  # the sum of small integers fits here, if not there
     return _WIDER.get(dtype, dtype)

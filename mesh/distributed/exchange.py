@@ -25,6 +25,7 @@ from mesh.collective import (
     CollectiveTimeout,
     GroupAborted,
     Header,
+    Hosts,
     RankLost,
     Transfer,
 )
@@ -78,6 +79,7 @@ class QuicExchange:
         self.size = size
         self.failure: CollectiveError | None = None
         self.board: Board | None = None
+        self.hosts: Hosts | None = None
         self._portal = portal
         self._endpoint = endpoint
         self._service = service
@@ -138,8 +140,9 @@ class QuicExchange:
             if self.failure is not None:
                 return
             self.failure = error
-        if self.board is not None:
-            self.board.wake()
+        board = self._shared
+        if board is not None:
+            board.wake()
         self._call(self._spread_failure)
 
     def close(self, timeout: float) -> None:
@@ -220,7 +223,7 @@ class QuicExchange:
                 self._over = True
                 self._loop_thread = 0
             self._take_calls()
-            if self.failure is None and not (self.board and self.board.is_deserted):
+            if self.failure is None and not (self._shared and self._shared.is_deserted):
                 self._leave_board()  # this node was closed: whoever waits for this rank is told
 
     def dissolve(self) -> None:
@@ -322,9 +325,14 @@ class QuicExchange:
             while self._calls:
                 self._calls.popleft()()
 
+    @property
+    def _shared(self) -> Board | None:
+        return self.hosts.board if self.hosts is not None else self.board
+
     def _leave_board(self) -> None:
-        if self.board is not None:
-            self.board.close(is_broken=self.failure is not None)
+        board = self._shared
+        if board is not None:
+            board.close(is_broken=self.failure is not None)
 
     def _ended(self) -> CollectiveError:
         return GroupAborted(

@@ -94,7 +94,7 @@ def form_group(
         portal.call(exchange.dissolve)
         raise
     try:
-        exchange.board = share_memory(
+        hosts = share_memory(
             portal,
             exchange,
             tuple(member.node_id for member in members),
@@ -102,6 +102,10 @@ def form_group(
             is_off=not getattr(options.node, "shared_memory", True),
             deadline=time.monotonic() + max(meeting.left(), SHARE_SECONDS),
         )
+        if hosts is not None and len(hosts.leaders) > 1:
+            exchange.hosts = hosts
+        elif hosts is not None:
+            exchange.board = hosts.board
     except BaseException:
         exchange.close(GIVE_UP_SECONDS)
         raise

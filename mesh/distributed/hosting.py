@@ -16,7 +16,7 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -44,8 +44,8 @@ class Reception:
     """Where the first rank of a host waits for the others. It listens at once.
 
     Args:
-        nodes: for each place who is there.
-        place: this rank's.
+        nodes: for each rank of the group who it is.
+        ranks: those of this host; the first is this one.
 
     Raises:
         OSError: there are no sockets left.
@@ -54,11 +54,11 @@ class Reception:
         offers: for each place what is to be told to it, and to nobody else.
     """
 
-    def __init__(self, nodes: tuple[NodeId, ...], place: int) -> None:
-        self.offers = [os.urandom(OFFER_BYTES) for _ in nodes]
-        self._nodes = nodes
-        self._place = place
-        self._others = [each for each in range(len(nodes)) if each != place]
+    def __init__(self, nodes: tuple[NodeId, ...], ranks: tuple[int, ...]) -> None:
+        self.offers = [os.urandom(OFFER_BYTES) for _ in ranks]
+        self._nodes = [nodes[rank] for rank in ranks]
+        self._ranks = ranks
+        self._others = range(1, len(ranks))
         self._listeners: dict[int, socket.socket] = {}
         try:
             for each in self._others:
@@ -86,7 +86,7 @@ class Reception:
         size = len(self._nodes)
         layout = Layout.of(size)
         socks: dict[int, socket.socket] = {}
-        with _Descriptors(self._place) as held, contextlib.ExitStack() as stack:
+        with _Descriptors(0) as held, contextlib.ExitStack() as stack:
             memory, descriptor = make_segment(layout.nbytes)
             stack.callback(os.close, descriptor)
 
@@ -109,15 +109,15 @@ class Reception:
                 await _all(welcome, self._others)
                 check_eventfd(list(held.bells.values()))
                 await _all(hand_over, self._others)
-            return held.board(memory, layout, self._place)
+            return held.board(memory, layout, self._ranks)
 
 
-async def join_memory(size: int, place: int, offered: bytes, timeout: float) -> Board:
+async def join_memory(ranks: tuple[int, ...], place: int, offered: bytes, timeout: float) -> Board:
     """Get the memory of a group from the first rank of this host.
 
     Args:
-        size: number of ranks.
-        place: this rank's place.
+        ranks: those of this host.
+        place: this rank's place among them.
         offered: what this rank was told.
         timeout: seconds for all of it.
 
@@ -126,6 +126,7 @@ async def join_memory(size: int, place: int, offered: bytes, timeout: float) -> 
         ProtocolError: it hands over something else.
         OSError: it is not there, or there are no descriptors left.
     """
+    size = len(ranks)
     layout = Layout.of(size)
     with _Descriptors(place) as held, anyio.fail_after(timeout):
         found = await introduce(offered[:ADDRESS_BYTES], offered[ADDRESS_BYTES:])
@@ -143,7 +144,7 @@ async def join_memory(size: int, place: int, offered: bytes, timeout: float) -> 
                 for kind in (_BELL, _PROCESS):
                     held.take(await _receive(sock), kind, other)
         check_eventfd(list(held.bells.values()))
-        return held.board(memory, layout, place)
+        return held.board(memory, layout, ranks)
 
 
 class _Descriptors:
@@ -182,8 +183,9 @@ class _Descriptors:
         if (found, at) != (kind, place):
             raise _wrong()
 
-    def board(self, memory: mmap.mmap, layout: Layout, place: int) -> Board:
+    def board(self, memory: mmap.mmap, layout: Layout, ranks: tuple[int, ...]) -> Board:
         """Return the board that has them from now on."""
+        place = self._place
         own = self.bells.pop(place)
         os.close(self.processes.pop(place))
         bells, self.bells = self.bells, {}
@@ -191,7 +193,7 @@ class _Descriptors:
         return Board(
             memory,
             layout,
-            tuple(range(layout.size)),
+            ranks,
             place,
             own=own,
             eventfds=bells,
@@ -205,7 +207,7 @@ class _Descriptors:
         self.processes.clear()
 
 
-async def _all(work: Callable[[int], Awaitable[None]], places: list[int]) -> None:
+async def _all(work: Callable[[int], Awaitable[None]], places: Iterable[int]) -> None:
     """Do the work for all places at once; raise the first error as it is."""
     failed: list[Exception] = []
 

@@ -13,13 +13,14 @@ have proved themselves on:
 from __future__ import annotations
 
 import logging
+import struct
 import time
 
 from anyio.from_thread import BlockingPortal
 
 from auth import MeshError, NodeId
-from mesh.collective import Exchange, Operation, Signature
-from mesh.collective.host import MAX_PLACES, Board
+from mesh.collective import Exchange, Hosts, Operation, Signature
+from mesh.collective.host import MAX_PLACES
 from mesh.distributed.hosting import OFFER_BYTES, Reception, join_memory
 from tensor_bridge.lanes.shared.host import ASKER, FACTS, MARK_BYTES, apart, here, unavailable
 
@@ -30,6 +31,9 @@ MEETING_SECONDS = 5.0
 
 _NOT_HERE = bytes(len(FACTS) * MARK_BYTES)
 """The marks of a rank that shares no memory."""
+
+_VOTE = struct.Struct("<BI")
+"""Whether a rank has what it needs, and which is the first of its host."""
 
 _log = logging.getLogger("quicmesh.collective")
 
@@ -42,15 +46,15 @@ def share_memory(
     *,
     is_off: bool,
     deadline: float,
-) -> Board | None:
-    """Return the memory that this rank shares with all others, if they are on this host.
+) -> Hosts | None:
+    """Return which ranks share memory, and this rank's; None if none do. All return alike.
 
     Args:
         portal: into the event loop of the node.
         exchange: of the group, connected.
         nodes: who each rank is, as proved on its connection.
         nonce: the group's.
-        is_off: share none, though the others might.
+        is_off: share none, though the others might: as if this rank were alone on its host.
         deadline: on the clock of ``time.monotonic``.
 
     Raises:
@@ -59,31 +63,32 @@ def share_memory(
     meeting = _Meeting(exchange, deadline)
     rank, size = exchange.rank, exchange.size
     why = "it is switched off" if is_off else unavailable()
-    here_are = meeting.neighbours(nodes, nonce, is_here=why is None)
-    if why is None and (len(here_are) < size or size > MAX_PLACES):
-        why = "not all ranks run on one host" if size <= MAX_PLACES else "there are too many ranks"
-    reception: Reception | None = None
-    if why is None and rank == here_are[0]:
-        try:
-            reception = Reception(nodes, rank)  # before anybody can know of it
-        except OSError as error:
-            why = str(error)
-    offers = [bytes(OFFER_BYTES)] * size if reception is None else reception.offers
-    board: Board | None = None
+    ranks = meeting.neighbours(nodes, nonce, is_here=why is None)
+    if len(ranks) > MAX_PLACES:
+        ranks, why = (rank,), f"more than {MAX_PLACES} ranks run on this host"
+    first, reception, board = ranks[0], None, None
+    offers = [bytes(OFFER_BYTES)] * size
     try:
-        offered = meeting.swap("offer", offers)[here_are[0]]
-        if why is None:
+        if len(ranks) > 1 and rank == first:
+            try:
+                reception = Reception(nodes, ranks)  # before anybody can know of it
+                for other, offer in zip(ranks, reception.offers, strict=True):
+                    offers[other] = offer
+            except OSError as error:
+                why = str(error)
+        offered = meeting.swap("offer", offers)[first]
+        if len(ranks) > 1 and why is None:
             patience = min(MEETING_SECONDS, max(0.0, deadline - time.monotonic()))
             try:
                 if reception is not None:
                     board = portal.call(reception.host_memory, patience)
                 else:
-                    board = portal.call(join_memory, size, rank, offered, patience)
+                    place = ranks.index(rank)
+                    board = portal.call(join_memory, ranks, place, offered, patience)
             except (MeshError, OSError) as error:  # TimeoutError is an OSError
                 why = str(error) or "the processes did not get together in time"
-        votes = meeting.swap("vote", [bytes([board is not None])] * size)
-        if board is not None and votes.count(b"\1") == size:
-            return board
+        is_ready = board is not None or len(ranks) == 1
+        votes = meeting.swap("vote", [_VOTE.pack(is_ready, first)] * size)
     except BaseException:
         if board is not None:
             board.close()
@@ -91,13 +96,34 @@ def share_memory(
     finally:
         if reception is not None:
             reception.close()
+    leader_of = tuple(_VOTE.unpack(vote)[1] for vote in votes)
+    if all(_VOTE.unpack(vote)[0] == 1 for vote in votes) and _agree(leader_of, ranks):
+        if len(set(leader_of)) < size:
+            return Hosts(board, leader_of)
+        _log.info(
+            "group '%s' on rank %d shares no memory: %s",
+            exchange.group,
+            rank,
+            why or "each rank runs on a host of its own",
+        )
+        return None
     if board is not None:
         board.close()
-        why = "another rank has not got it"
-    could = len(here_are) == size > 1 and not is_off
-    level = logging.WARNING if could else logging.INFO
-    _log.log(level, "group '%s' on rank %d shares no memory: %s", exchange.group, rank, why)
+    _log.warning(
+        "group '%s' on rank %d shares no memory, though it could: %s",
+        exchange.group,
+        rank,
+        why or "another rank has not got it",
+    )
     return None
+
+
+def _agree(leader_of: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
+    """Return whether leaders lead themselves, and the ranks of this host have the same one."""
+    size = len(leader_of)
+    return all(each < size and leader_of[each] == each for each in leader_of) and ranks == tuple(
+        rank for rank in range(size) if leader_of[rank] == ranks[0]
+    )
 
 
 class _Meeting:

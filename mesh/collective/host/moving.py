@@ -21,9 +21,9 @@ _NONE = memoryview(b"")
 
 
 def broadcast(board: Board, operation: Operation, elements: torch.Tensor, root: int) -> None:
-    """See `mesh.collective.broadcast`."""
+    """See `mesh.collective.broadcast`; `root` is a place."""
     view = raw(elements)
-    if operation.rank == root:
+    if board.place == root:
         _show(board, operation, view, board.others, {})
     else:
         _show(board, operation, _NONE, (), {root: view})

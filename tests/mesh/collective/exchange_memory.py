@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mesh.collective import CollectiveError, CollectiveTimeout, Header, RankLeft, Transfer
+from mesh.collective import CollectiveError, CollectiveTimeout, Header, Hosts, RankLeft, Transfer
 from mesh.collective.exchange import Channel, Check
 from mesh.collective.host import Board, Layout
 from tensor_bridge.lanes.shared.doorbell import make_eventfd
@@ -45,6 +45,7 @@ class MemoryNetwork:
         jitter: seed for random pauses before each post; None for none.
         slow: rank whose messages leave its memory only some time after it sent them.
         box_bytes: share memory with boxes of so many bytes; None for messages alone.
+        hosts: on how many hosts the ranks are, in turn.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class MemoryNetwork:
         jitter: int | None = None,
         slow: int | None = None,
         box_bytes: int | None = None,
+        hosts: int = 1,
     ) -> None:
         self.size = size
         self.eager = eager
@@ -64,17 +66,25 @@ class MemoryNetwork:
         self.posted: dict[tuple[int, int, Channel], deque[_Posted]] = defaultdict(deque)
         self.left: set[int] = set()
         self.ranks = [MemoryExchange(self, rank) for rank in range(size)]
-        if box_bytes is not None and size > 1:
-            for exchange, board in zip(self.ranks, make_boards(size, box_bytes), strict=True):
-                exchange.board = board
+        self.hosts = hosts
+        self.boards: list[Board] = []
+        leader_of = tuple(rank % hosts for rank in range(size))
+        for first in range(min(hosts, size) if box_bytes is not None else 0):
+            ranks = tuple(range(first, size, hosts))
+            boards = make_boards(len(ranks), box_bytes, ranks=ranks) if len(ranks) > 1 else [None]
+            for rank, board in zip(ranks, boards, strict=True):
+                if hosts == 1:
+                    self.ranks[rank].board = board
+                else:
+                    self.ranks[rank].hosts = Hosts(board, leader_of)
+            self.boards += filter(None, boards)
         self.slow = slow
         self.messages = 0
         self.nbytes = 0
 
     def close(self) -> None:
-        for exchange in self.ranks:
-            if exchange.board is not None:
-                exchange.board.close()
+        for board in self.boards:
+            board.close()
 
     def match(self, key: tuple[int, int, Channel]) -> None:
         sent, posted = self.sent[key], self.posted[key]
@@ -102,6 +112,7 @@ class MemoryExchange:
         self.group = "test"
         self.failure: CollectiveError | None = None
         self.board: Board | None = None
+        self.hosts: Hosts | None = None
 
     def label(self, rank: int) -> str:
         return f"rank {rank} (node-{rank})"
@@ -171,8 +182,8 @@ class MemoryExchange:
                 if rank.failure is None:
                     rank.failure = error
                     rank.drop(error)
-                    if rank.board is not None:
-                        rank.board.wake()
+            for board in self.network.boards:
+                board.wake()
 
     def drop(self, error: CollectiveError) -> None:
         for (source, target, _), sends in list(self.network.sent.items()):
@@ -212,7 +223,9 @@ class MemoryExchange:
             time.sleep(self.network.random.random() * 1e-3)
 
 
-def make_boards(size: int, box_bytes: int, pidfds: Sequence[int] = ()) -> list[Board]:
+def make_boards(
+    size: int, box_bytes: int, pidfds: Sequence[int] = (), ranks: tuple[int, ...] = ()
+) -> list[Board]:
     """Return one board per rank, all on one memory, watching the processes of `pidfds`."""
     layout = Layout.of(size, box_bytes)
     memory = mmap.mmap(-1, layout.nbytes)
@@ -221,7 +234,7 @@ def make_boards(size: int, box_bytes: int, pidfds: Sequence[int] = ()) -> list[B
         Board(
             memory,
             layout,
-            tuple(range(size)),
+            ranks or tuple(range(size)),
             place,
             own=os.dup(eventfds[place]),
             eventfds={each: os.dup(eventfds[each]) for each in range(size) if each != place},

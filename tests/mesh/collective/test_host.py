@@ -214,7 +214,7 @@ def watching(network: MemoryNetwork, pids: list[int]) -> None:
     """Let rank 0 watch processes in place of those of ranks 1 and so on."""
     pidfds = [os.pidfd_open(pid) for pid in (os.getpid(), *pids)]
     network.close()
-    boards = make_boards(network.size, BOX, pidfds)
+    boards = network.boards = make_boards(network.size, BOX, pidfds)
     for exchange, board in zip(network.ranks, boards, strict=True):
         exchange.board = board
     for pidfd in pidfds:
