@@ -62,6 +62,8 @@ def share_memory(
     """
     meeting = _Meeting(exchange, deadline)
     rank, size = exchange.rank, exchange.size
+    if size == 1:
+        return None
     why = "it is switched off" if is_off else unavailable()
     ranks = meeting.neighbours(nodes, nonce, is_here=why is None)
     if len(ranks) > MAX_PLACES:

@@ -116,12 +116,12 @@ def _group(name: str, size: int) -> Iterator[list[Pipe]]:
 
 
 def _rank(pipe: Pipe, site: Site, name: str, rank: int, size: int, path: str) -> None:
+    pipe.send("here")  # others may start meanwhile
     import os
 
     import torch
     import torch.distributed as dist
 
-    pipe.send("here")
     torch.set_num_threads(1)
     store = dist.FileStore(path, size)
     if name == GLOO:
