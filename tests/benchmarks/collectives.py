@@ -23,7 +23,6 @@ __all__ = ["missing", "run"]
 PART, OURS, GLOO = "collectives", "quicmesh", "gloo (plain TCP)"
 KIB, MIB = 1 << 10, 1 << 20
 TURN_SECONDS = 0.25
-MOST_CALLS = 200
 ANSWER_SECONDS = 120.0
 
 GOALS: dict[tuple[int, str, int], float] = {
@@ -65,25 +64,35 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
                     continue
                 nbytes = max(KIB, int(full * options.scale) // KIB * KIB)
                 figure = f"{operation} of {_size(nbytes)}, {size} ranks"
-                rows += _compare(figure, groups, operation, nbytes, options.rounds)
+                rows += _compare(figure, groups, operation, nbytes, options)
                 times = ratio(rows, GLOO, OURS, figure)
                 shown.append(Shown(PART, f"{figure}: {GLOO} / {OURS}", times, goal))
     return rows, shown
 
 
 def _compare(
-    figure: str, groups: dict[str, list[Pipe]], operation: str, nbytes: int, rounds: int
+    figure: str, groups: dict[str, list[Pipe]], operation: str, nbytes: int, options: Options
 ) -> list[Row]:
     seconds: dict[str, list[float]] = {name: [] for name in groups}
     counts: dict[str, int] = {}
     for name, pipes in groups.items():  # warm, and how many calls a turn takes
         once = _ask(pipes, operation, nbytes, 3)
-        counts[name] = max(1, min(MOST_CALLS, int(TURN_SECONDS / once)))
-    for _ in range(rounds):
+        counts[name] = max(1, min(options.calls, int(TURN_SECONDS / once)))
+    for _ in range(options.rounds):
         for name, pipes in groups.items():
             seconds[name].append(_ask(pipes, operation, nbytes, counts[name]) * 1e6)
     return [
-        Row(PART, figure, name, "us", median(times), min(times), max(times), rounds, nbytes=nbytes)
+        Row(
+            PART,
+            figure,
+            name,
+            "us",
+            median(times),
+            min(times),
+            max(times),
+            len(times),
+            nbytes=nbytes,
+        )
         for name, times in seconds.items()
     ]
 

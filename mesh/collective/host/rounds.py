@@ -82,14 +82,14 @@ class Rounds:
         """Whether no round is left."""
         return self.at >= self.total
 
-    def own_box(self, ahead: int = 0) -> memoryview:
-        """Return this rank's box of the next round, or of the one after, to fill."""
-        return self._box(self._board.place, self._board.count + 1 + ahead)
+    def own_box(self) -> memoryview:
+        """Return this rank's box of the next round, to fill."""
+        return self._box(self._board.place, self._board.count + 1)
 
-    def own_elements(self, dtype: torch.dtype, ahead: int = 0) -> torch.Tensor:
+    def own_elements(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the same as elements of `dtype`."""
         board = self._board
-        return board.elements(board.place, (board.count + 1 + ahead) & 1, dtype)
+        return board.elements(board.place, (board.count + 1) & 1, dtype)
 
     def box(self, place: int) -> memoryview:
         """Return another rank's box of the last round, to read."""

@@ -11,8 +11,10 @@ the other's. Processors do let it overtake, x86 included, so that each stores wi
 lock held: in CPython of every version, to take it and to release it are atomic read-modify-writes,
 which on x86 are full barriers. Where they are somewhat less than that (Arm), a flag may come to be
 seen a moment late; therefore the first sleep lasts one millisecond, and each further one, by when
-the flag has long been seen, twice as long as the one before. The counter is stored after the bytes:
-x86 keeps that order by itself, and elsewhere the taking of the lock keeps it.
+the flag has long been seen, twice as long as the one before. The counter is stored after the bytes,
+and the bytes are loaded after the counter: x86 keeps both orders by itself, and elsewhere the lock
+does, which a waiter takes twice when it is done: what comes after the second time it is taken comes
+after what was before the first time it was released.
 
 What the other processes store here is not believed: it makes a waiter wake, look, and sleep again.
 """
@@ -122,8 +124,11 @@ class Waiter:
         while not is_ready():
             if time.monotonic() >= end:
                 self._sleep(is_ready, deadline)
-                return
+                break
             os.sched_yield()
+        for _ in range(2):
+            with self._fence:
+                pass
 
     def wake(self) -> None:
         """Have `wait` call its `is_ready` now; from any thread."""
