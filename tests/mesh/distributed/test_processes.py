@@ -70,6 +70,19 @@ def test_a_failing_all_reduce_makes_backward_raise(tmp_path: Path) -> None:
 def test_killed_and_stopped_ranks_are_named_by_every_survivor(
     tmp_path: Path, way: str, size: int, victims: list[int], how: signal.Signals
 ) -> None:
+    lose(tmp_path, way, size, victims, how)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_of_four_are_named_every_time(tmp_path: Path) -> None:
+    for turn in range(20):
+        victims = sorted({turn % 4, (turn + 1 + turn // 4 % 3) % 4})
+        lose(tmp_path, "host", 4, victims, signal.SIGKILL)
+
+
+def lose(tmp_path: Path, way: str, size: int, victims: list[int], how: signal.Signals) -> None:
+    """Lose ranks amid an all-reduce: all others name all of them in time."""
     ranks = processes.start("killed", size, tmp_path, way)
     try:
         for rank in ranks:
