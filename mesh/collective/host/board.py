@@ -15,6 +15,7 @@ import contextlib
 import mmap
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ __all__ = ["Board", "BoardClosed", "Gone"]
 CLOSE_SECONDS = 5.0
 """For the operation that is under way to notice that its group is left."""
 
-TOGETHER_SECONDS = 0.1
+TOGETHER_SECONDS = 0.25
 """Who dies within this time of another is told of together with it."""
 
 _LEFT, _BROKEN = 1, 2
@@ -156,7 +157,7 @@ class Board:
             return True
 
     def lost(self, gone: Gone | None = None) -> tuple[int, ...]:
-        """Return the places whose processes have ended or are stopped.
+        """Return the places whose processes have ended, are ending, or are stopped.
 
         Args:
             gone: what has just been noticed; others may follow within a moment.
@@ -168,7 +169,7 @@ class Board:
         for pidfd in self._places:
             watch.register(pidfd, select.POLLIN)
         found.update(self._places[pidfd] for pidfd, _ in watch.poll(0))
-        found.update(each for each, pidfd in self._pidfds.items() if _is_stopped(pidfd))
+        found.update(each for each, pidfd in self._pidfds.items() if _is_ending(pidfd))
         return tuple(sorted(found))
 
     # From any thread.
@@ -210,12 +211,31 @@ class Board:
         self._in_use.release()
 
 
-def _is_stopped(pidfd: int) -> bool:
-    """Return whether a process does not run because of a signal or a debugger (proc(5))."""
+def _is_ending(pidfd: int) -> bool:
+    """Return whether a process is stopped, or killed but not gone yet (proc(5)).
+
+    On a busy machine one that was killed first may be gone last.
+    """
     try:
         info = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
-        pid = int(next(line for line in info.splitlines() if line.startswith("Pid:"))[4:])
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, ValueError, StopIteration, IndexError):
-        return False
-    return state in ("T", "t")
+        process = Path(f"/proc/{int(_field(info, 'Pid'))}")
+        state, *rest = (process / "stat").read_text().rpartition(")")[2].split()
+        status = (process / "status").read_text()
+        pending = int(_field(status, "SigPnd"), 16) | int(_field(status, "ShdPnd"), 16)
+        return (
+            state in _STOPPED_OR_DEAD
+            or bool(int(rest[_FLAGS]) & _PF_EXITING)
+            or bool(pending >> (signal.SIGKILL - 1) & 1)
+        )
+    except (OSError, ValueError, LookupError):
+        return False  # it is gone, or hidden: its pidfd tells
+
+
+def _field(text: str, name: str) -> str:
+    return text.partition(f"{name}:")[2].split(maxsplit=1)[0]
+
+
+_STOPPED_OR_DEAD = frozenset("TtZX")
+_FLAGS = 5
+"""Index of the kernel's flags of a process among what follows its state in ``/proc/PID/stat``."""
+_PF_EXITING = 0x4

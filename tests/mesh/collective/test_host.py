@@ -283,3 +283,18 @@ def test_a_child_leaves_the_memory_alone(network: MemoryNetwork) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert outcomes(3, lambda rank: add(network, rank)) == [None] * 3
+
+
+def test_who_is_killed_but_not_gone_counts_as_lost(network: MemoryNetwork) -> None:
+    with processes(2) as pids:
+        watching(network, pids)
+        board = network.ranks[0].board
+        assert board is not None
+        assert board.lost() == ()
+        os.kill(pids[1], signal.SIGSTOP)
+        end = time.monotonic() + 5
+        while board.lost() != (2,):
+            assert time.monotonic() < end
+        os.kill(pids[1], signal.SIGKILL)  # whatever of it is still to be seen
+        assert board.lost() == (2,)
+        assert board.lost() == (2,)
