@@ -100,7 +100,7 @@ def lose(tmp_path: Path, way: str, size: int, victims: list[int], how: signal.Si
             assert all(f"rank {victim} (" in text for victim in victims)
             assert "all_reduce #" in text
             assert raised_at - killed_at < LIVENESS + 2
-            assert burnt < 0.05, "a survivor spins"
+            assert burnt < 0.15, "a survivor spins"
             assert shared == (way == "host")
     finally:
         for rank in ranks:
