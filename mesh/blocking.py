@@ -195,6 +195,11 @@ class Node:
         return self._loop.portal
 
     @property
+    def shared_memory(self) -> bool:
+        """Whether tensors and collectives may take memory that peers of this host share."""
+        return self._node.shared_memory
+
+    @property
     def node_id(self) -> NodeId:
         """Who this node is."""
         return self._node.node_id

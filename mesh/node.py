@@ -127,8 +127,8 @@ class Node:
         Args:
             home: the state directory, by default `Home`'s own; made, with a key, if it is missing.
             config: addresses to listen on and to advertise, limits, times.
-            shared_memory: move tensors through it where a peer runs on the same host; off, all of
-                them go over QUIC.
+            shared_memory: move tensors, and run collectives, through it where a peer runs on the
+                same host; off, all of it goes over QUIC.
 
         Raises:
             HomeError, KeyFileError: the state directory or its key can't be used.
@@ -414,6 +414,11 @@ class Node:
                 status = status.with_session(session, lane)
             found.append(status)
         return tuple(found)
+
+    @property
+    def shared_memory(self) -> bool:
+        """Whether tensors and collectives may take memory that peers of this host share."""
+        return self._shared_memory
 
     @property
     def lanes(self) -> Lanes:

@@ -22,7 +22,7 @@ IDLE_SECONDS = 5.0
 
 
 class OpThread:
-    """Runs what it is given, in order, on one thread."""
+    """Runs what it is given, in order, on one thread, or on a caller's while nothing is queued."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,6 +47,23 @@ class OpThread:
                 self._thread.start()
             self._condition.notify_all()
 
+    def claim(self) -> bool:
+        """Return whether nothing is queued or running; then the caller runs a task, and `release`s.
+
+        What is submitted meanwhile comes after that task.
+        """
+        with self._condition:
+            if self._closed or self._busy or self._queue:
+                return False
+            self._busy = True
+            return True
+
+    def release(self) -> None:
+        """Go on after a claim."""
+        with self._condition:
+            self._busy = False
+            self._condition.notify_all()
+
     def drain(self, timeout: float) -> bool:
         """Wait until nothing is queued or running; return whether that came within `timeout`."""
         with self._condition:
@@ -66,15 +83,19 @@ class OpThread:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._busy = False
-                self._condition.notify_all()
-                self._condition.wait_for(lambda: self._queue or self._closed)
+                self._condition.wait_for(self._has_news)
                 if not self._queue:
                     return
                 task = self._queue.popleft()
                 self._busy = True
-            task()
-            del task  # and the tensors that it holds
+            try:
+                task()
+            finally:
+                del task  # and the tensors that it holds
+                self.release()
+
+    def _has_news(self) -> bool:
+        return not self._busy and (bool(self._queue) or self._closed)
 
 
 class Completer:

@@ -26,6 +26,7 @@ from mesh.collective.layout import (
     raw,
     scatter_back,
 )
+from mesh.collective.levels import Hosts
 from mesh.collective.movement import all_gather, all_to_all, barrier, broadcast, gather, scatter
 from mesh.collective.operation import Operation, expect
 from mesh.collective.reduction import Reduction, refuse_unless_reducible
@@ -45,6 +46,7 @@ __all__ = [
     "COLLECTIVE",
     "Exchange",
     "Header",
+    "Hosts",
     "Operation",
     "Reduction",
     "Signature",

@@ -8,6 +8,8 @@ rounding partial sums between them. Either way contributions are folded in the o
 and every rank hears from every other, so that differing calls and missing ranks are known by name.
 
 Messages are cut into pieces. While one is reduced the next ones are under way.
+
+Ranks of one host do all of it in memory that they share, and those of several hosts what they can.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from itertools import pairwise
 
 import torch
 
+from mesh.collective import host, levels
 from mesh.collective.exchange import Transfer
 from mesh.collective.layout import raw
 from mesh.collective.operation import Operation
@@ -45,6 +48,12 @@ def all_reduce(operation: Operation, elements: torch.Tensor, op: Reduction) -> N
     Raises:
         CollectiveError: as from `Operation.wait`.
     """
+    if operation.board is not None:
+        host.all_reduce(operation.board, operation, elements, op)
+        return
+    if operation.hosts is not None:
+        levels.all_reduce(operation.hosts, operation, elements, op, all_reduce)
+        return
     nbytes = elements.numel() * elements.dtype.itemsize
     if operation.size <= 2 or nbytes <= WHOLE_BYTES:
         _exchange_whole(operation, elements, op)
@@ -55,6 +64,9 @@ def all_reduce(operation: Operation, elements: torch.Tensor, op: Reduction) -> N
 
 def reduce(operation: Operation, elements: torch.Tensor, root: int, op: Reduction) -> None:
     """Replace `elements` of rank `root` by their reduction over all ranks. Else as `all_reduce`."""
+    if operation.board is not None:
+        host.reduce(operation.board, operation, elements, root, op)
+        return
     if operation.rank == root:
         _fold(operation, elements, elements, op)
     else:
@@ -77,6 +89,9 @@ def reduce_scatter(
     Raises:
         CollectiveError: as from `Operation.wait`.
     """
+    if operation.board is not None:
+        host.reduce_scatter(operation.board, operation, out, chunks, op)
+        return
     for peer in operation.others:
         for piece in _pieces(chunks[peer]):
             operation.send(peer, raw(piece))

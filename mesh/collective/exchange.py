@@ -11,9 +11,13 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mesh.collective.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from mesh.collective.host.board import Board
+    from mesh.collective.levels import Hosts
 
 __all__ = [
     "COLLECTIVE",
@@ -159,6 +163,14 @@ class Exchange(Protocol):
     @property
     def group(self) -> str:
         """Name of the group, for messages to people."""
+
+    @property
+    def board(self) -> Board | None:
+        """The memory that all ranks share, if they are on one host."""
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Which ranks share memory, if some do, and not all."""
 
     @property
     def failure(self) -> CollectiveError | None:

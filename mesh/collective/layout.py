@@ -6,12 +6,12 @@ own memory; of any other a copy is made, and results are scattered back in place
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from mesh.collective.errors import UnsupportedCollective
-from tensor_bridge import tensor_bytes
 
 __all__ = ["check_distinct", "check_readable", "check_writable", "gathered", "raw", "scatter_back"]
 
@@ -43,6 +43,8 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
         UnsupportedCollective: as `check_readable`; or elements share memory, as after ``expand``.
     """
     check_readable(tensor, name)
+    if tensor.is_contiguous():
+        return
     shared = (
         step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -77,11 +79,12 @@ def check_distinct(tensors: Sequence[torch.Tensor], name: str) -> None:
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in row order: the tensor's own memory if contiguous, else a copy."""
-    plain = tensor.detach()
+    is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+    plain = tensor if is_plain else tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     if plain.is_contiguous():
-        return plain.view(-1)
+        return plain if plain.dim() == 1 else plain.view(-1)
     bits = _BITS.get(plain.dtype.itemsize)
     if bits is None:  # complex128, which torch can copy as it is
         return plain.contiguous().view(-1)
@@ -108,7 +111,12 @@ def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def raw(elements: torch.Tensor) -> memoryview:
     """Return the bytes of what `gathered` returned. The view keeps the memory alive."""
-    return tensor_bytes(elements)
+    nbytes = elements.numel() * elements.dtype.itemsize
+    if not nbytes:
+        return memoryview(bytearray())
+    span = (ctypes.c_ubyte * nbytes).from_address(elements.data_ptr())
+    span.owner = elements  # type: ignore[attr-defined]  # the view holds the span, it the tensor
+    return memoryview(span).cast("B")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

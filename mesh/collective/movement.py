@@ -1,6 +1,7 @@
 """Operations that move elements as they are: broadcast, gather, scatter, all-to-all, barrier.
 
-Each message goes straight from the rank that has it to the rank that wants it.
+Each message goes straight from the rank that has it to the rank that wants it, or, among ranks of
+one host, through the memory that they share.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mesh.collective import host, levels
 from mesh.collective.layout import raw
 from mesh.collective.operation import Operation
 
@@ -28,6 +30,12 @@ def broadcast(operation: Operation, elements: torch.Tensor, root: int) -> None:
     Raises:
         CollectiveError: as from `Operation.wait`.
     """
+    if operation.board is not None:
+        host.broadcast(operation.board, operation, elements, root)
+        return
+    if operation.hosts is not None:
+        levels.broadcast(operation.hosts, operation, elements, root, broadcast)
+        return
     if operation.rank == root:
         for peer in operation.others:
             operation.send(peer, raw(elements))
@@ -41,6 +49,9 @@ def all_gather(operation: Operation, outs: Sequence[torch.Tensor], own: torch.Te
 
     Lengths may differ between ranks, as long as each receiver expects what its sender has.
     """
+    if operation.board is not None:
+        host.all_gather(operation.board, operation, outs, own)
+        return
     all_to_all(operation, outs, [own] * operation.size)
 
 
@@ -48,6 +59,9 @@ def gather(
     operation: Operation, outs: Sequence[torch.Tensor] | None, own: torch.Tensor, root: int
 ) -> None:
     """Fill ``outs[r]`` on rank `root` with what rank ``r`` has as `own`. Others pass no `outs`."""
+    if operation.board is not None:
+        host.gather(operation.board, operation, outs, own, root)
+        return
     if outs is not None:
         for peer in operation.others:
             operation.receive(peer, raw(outs[peer]))
@@ -61,6 +75,9 @@ def scatter(
     operation: Operation, out: torch.Tensor, chunks: Sequence[torch.Tensor] | None, root: int
 ) -> None:
     """Fill `out` with the chunk that rank `root` has for this rank. Others pass no `chunks`."""
+    if operation.board is not None:
+        host.scatter(operation.board, operation, out, chunks, root)
+        return
     if chunks is not None:
         for peer in operation.others:
             operation.send(peer, raw(chunks[peer]))
@@ -84,6 +101,9 @@ def all_to_all(
     Raises:
         CollectiveError: as from `Operation.wait`.
     """
+    if operation.board is not None:
+        host.all_to_all(operation.board, operation, outs, chunks)
+        return
     for peer in operation.others:
         operation.receive(peer, raw(outs[peer]))
     for peer in operation.others:
@@ -94,6 +114,12 @@ def all_to_all(
 
 def barrier(operation: Operation) -> None:
     """Return once every rank has come here."""
+    if operation.board is not None:
+        host.barrier(operation.board, operation)
+        return
+    if operation.hosts is not None:
+        levels.barrier(operation.hosts, operation, barrier)
+        return
     for peer in operation.others:
         operation.receive(peer, memoryview(bytearray()))
         operation.send(peer, _EMPTY)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -39,16 +40,19 @@ class Operation:
         self.rank = exchange.rank
         self.size = exchange.size
         self.others = tuple(rank for rank in range(exchange.size) if rank != exchange.rank)
-        self._signature = signature
-        self._sequence = sequence
-        self._deadline = deadline
+        self.signature = signature
+        self.sequence = sequence
+        self.deadline = deadline
+        self.board = exchange.board
+        self.hosts = exchange.hosts
+        self._members: Sequence[int] = range(exchange.size)
         self._began = time.monotonic()
         self._sends: dict[int, list[Transfer]] = defaultdict(list)
         self._receives: dict[int, list[Transfer]] = defaultdict(list)
 
     def __str__(self) -> str:
-        name = f"{self._signature.name} #{self._sequence}"
-        return f"{name} of group '{self.exchange.group}' on rank {self.rank}"
+        name = f"{self.signature.name} #{self.sequence}"
+        return f"{name} of group '{self.exchange.group}' on rank {self.exchange.rank}"
 
     def __enter__(self) -> Self:
         return self
@@ -63,20 +67,33 @@ class Operation:
             self.exchange.fail(error)
         elif error is not None:
             why = f"{type(error).__name__}: {error}"
-            self.exchange.fail(RankFailed(str(self), ranks=(self.rank,), why=why))
+            self.exchange.fail(RankFailed(str(self), ranks=(self.exchange.rank,), why=why))
+
+    def among(self, members: Sequence[int]) -> Operation:
+        """Return the part of this operation that some ranks have alone, this one among them.
+
+        They are numbered from 0, in their order. One part of an operation sends messages.
+        """
+        part = copy.copy(self)
+        part._members = members
+        part.rank, part.size = members.index(self.rank), len(members)
+        part.others = tuple(each for each in range(part.size) if each != part.rank)
+        part.board = part.hosts = None
+        return part
 
     def send(self, peer: int, payload: memoryview) -> Transfer:
         """Post the next message to `peer`."""
+        peer = self._members[peer]
         posted = self._sends[peer]
-        header = Header(self._signature, self._sequence, len(posted), payload.nbytes)
+        header = Header(self.signature, self.sequence, len(posted), payload.nbytes)
         posted.append(self.exchange.post_send(peer, COLLECTIVE, header, payload))
         return posted[-1]
 
     def receive(self, peer: int, into: memoryview) -> Transfer:
         """Post the receipt of the next message from `peer`."""
+        peer = self._members[peer]
         posted = self._receives[peer]
-        header = Header(self._signature, self._sequence, len(posted), into.nbytes)
-        check = expect(header, peer, self.exchange, str(self))
+        check = self.expect(peer, len(posted), into.nbytes)
         posted.append(self.exchange.post_receive(peer, COLLECTIVE, check, into))
         return posted[-1]
 
@@ -89,26 +106,32 @@ class Operation:
         """
         for transfer in transfers:
             try:
-                transfer.wait(self._deadline)
+                transfer.wait(self.deadline)
             except TimeoutError:
-                raise self._timeout() from None
+                raise self.timeout(self._awaited()) from None
             except CollectiveError as error:
-                raise error.during(str(self), after=self._elapsed()) from error
+                raise error.during(str(self), after=self.elapsed()) from error
 
     def finish(self) -> None:
         """Wait for everything posted."""
         for posted in (*self._receives.values(), *self._sends.values()):
             self.wait(posted)
 
-    def _elapsed(self) -> float:
+    def expect(self, peer: int, part: int, nbytes: int) -> Check:
+        """Return a check that refuses any message of `peer` but that part of this operation."""
+        header = Header(self.signature, self.sequence, part, nbytes)
+        return expect(header, peer, self.exchange, str(self))
+
+    def elapsed(self) -> float:
+        """Return the seconds since the operation began."""
         return time.monotonic() - self._began
 
-    def _timeout(self) -> CollectiveTimeout:
-        ranks = self._awaited()
+    def timeout(self, ranks: Sequence[int]) -> CollectiveTimeout:
+        """Return the error for a deadline that passed while `ranks` were awaited."""
         if not ranks:
             return CollectiveTimeout(
                 str(self),
-                after=self._elapsed(),
+                after=self.elapsed(),
                 why="its time ran out on this rank, with no other awaited: it was queued behind "
                 "earlier operations, or this process had no time to run",
                 fix="Give it more time, or the process more CPU.",
@@ -117,8 +140,8 @@ class Operation:
         verb = "is" if len(ranks) == 1 else "are"
         return CollectiveTimeout(
             str(self),
-            ranks=ranks,
-            after=self._elapsed(),
+            ranks=tuple(ranks),
+            after=self.elapsed(),
             why=f"timed out, and {names} {verb} still awaited",
             fix="Check that they are alive and reach this operation, or raise the group's timeout.",
         )

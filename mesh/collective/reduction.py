@@ -13,7 +13,7 @@ import torch
 
 from mesh.collective.errors import UnsupportedCollective
 
-__all__ = ["Reduction", "reduce_into", "refuse_unless_reducible"]
+__all__ = ["Reduction", "accumulator", "average", "reduce_into", "refuse_unless_reducible"]
 
 
 class Reduction(enum.StrEnum):
@@ -94,49 +94,63 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
     if out.dtype is torch.uint64:
         out = out.view(torch.int64)
         parts = [part.view(torch.int64) for part in parts]
-    total = parts[0].to(_accumulator(out.dtype, op), copy=True)
-    fold = _FOLDS_OF_BOOL[op] if out.dtype is torch.bool else _FOLDS[op]
-    for part in parts[1:]:
-        fold(total, part.to(total.dtype))
+    kind = accumulator(out.dtype, op)
+    fold = (_FOLDS_OF_BOOL if out.dtype is torch.bool else _FOLDS)[op]
+    is_direct = kind is out.dtype and len(parts) > 1 and _can_hold_total(out, parts)
+    if is_direct:
+        total, rest = out, parts[2:]
+        fold(parts[0], parts[1], out=total)
+    else:
+        total, rest = parts[0].to(kind, copy=True), parts[1:]
+    for part in rest:
+        fold(total, part if part.dtype is kind else part.to(kind), out=total)
     if op is Reduction.AVG:
-        exact = total.is_floating_point() or total.is_complex()
-        total.div_(len(parts), rounding_mode=None if exact else "trunc")
-    out.copy_(total)
+        average(total, len(parts))
+    if total is not out:
+        out.copy_(total)
 
 
-def _accumulator(dtype: torch.dtype, op: Reduction) -> torch.dtype:
+def _can_hold_total(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    """Return whether contributions can be folded in `out` itself: none of it is read later."""
+    place, nbytes = out.data_ptr(), out.numel() * out.dtype.itemsize
+    starts = [part.data_ptr() for part in parts]
+    if place in starts[:2]:
+        starts.remove(place)
+    return all(abs(start - place) >= nbytes for start in starts)
+
+
+def average(total: torch.Tensor, count: int) -> None:
+    """Turn the sum of `count` contributions into their average."""
+    exact = total.is_floating_point() or total.is_complex()
+    total.div_(count, rounding_mode=None if exact else "trunc")
+
+
+def accumulator(dtype: torch.dtype, op: Reduction) -> torch.dtype:
+    """Return the type in which contributions of `dtype` are folded."""
     if op is Reduction.AVG and (dtype in _SIGNED or dtype in _UNSIGNED):
         return torch.int64  # the sum of small integers fits here, if not there
     return _WIDER.get(dtype, dtype)
 
 
-def _minimum(total: torch.Tensor, part: torch.Tensor) -> None:
-    torch.minimum(total, part, out=total)
-
-
-def _maximum(total: torch.Tensor, part: torch.Tensor) -> None:
-    torch.maximum(total, part, out=total)
-
-
-_Fold = Callable[[torch.Tensor, torch.Tensor], object]
+_Fold = Callable[..., torch.Tensor]
 
 _FOLDS: dict[Reduction, _Fold] = {
-    Reduction.SUM: torch.Tensor.add_,
-    Reduction.AVG: torch.Tensor.add_,
-    Reduction.PRODUCT: torch.Tensor.mul_,
-    Reduction.MIN: _minimum,
-    Reduction.MAX: _maximum,
-    Reduction.BAND: torch.Tensor.bitwise_and_,
-    Reduction.BOR: torch.Tensor.bitwise_or_,
-    Reduction.BXOR: torch.Tensor.bitwise_xor_,
+    Reduction.SUM: torch.add,
+    Reduction.AVG: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
 }
 
 _FOLDS_OF_BOOL: dict[Reduction, _Fold] = {
-    Reduction.SUM: torch.Tensor.logical_or_,
-    Reduction.PRODUCT: torch.Tensor.logical_and_,
-    Reduction.MIN: torch.Tensor.logical_and_,
-    Reduction.MAX: torch.Tensor.logical_or_,
-    Reduction.BAND: torch.Tensor.logical_and_,
-    Reduction.BOR: torch.Tensor.logical_or_,
-    Reduction.BXOR: torch.Tensor.logical_xor_,
+    Reduction.SUM: torch.logical_or,
+    Reduction.PRODUCT: torch.logical_and,
+    Reduction.MIN: torch.logical_and,
+    Reduction.MAX: torch.logical_or,
+    Reduction.BAND: torch.logical_and,
+    Reduction.BOR: torch.logical_or,
+    Reduction.BXOR: torch.logical_xor,
 }

@@ -25,10 +25,12 @@ from mesh.collective import (
     CollectiveTimeout,
     GroupAborted,
     Header,
+    Hosts,
     RankLost,
     Transfer,
 )
 from mesh.collective.exchange import Channel, Check
+from mesh.collective.host import Board
 from mesh.distributed import wire
 from mesh.distributed.link import Link, PostedReceive, PostedSend
 from mesh.tasks import helpers
@@ -76,6 +78,8 @@ class QuicExchange:
         self.rank = rank
         self.size = size
         self.failure: CollectiveError | None = None
+        self.board: Board | None = None
+        self.hosts: Hosts | None = None
         self._portal = portal
         self._endpoint = endpoint
         self._service = service
@@ -136,6 +140,9 @@ class QuicExchange:
             if self.failure is not None:
                 return
             self.failure = error
+        board = self._shared
+        if board is not None:
+            board.wake()
         self._call(self._spread_failure)
 
     def close(self, timeout: float) -> None:
@@ -145,8 +152,9 @@ class QuicExchange:
         """
         with self._lock:
             self._left = True
-            if self._over:
-                return
+        self._leave_board()
+        if self._over:
+            return
         patience = DELIVERY_SECONDS + timeout + REPLY_SECONDS
         with contextlib.suppress(RuntimeError):  # the loop has ended: it leaves by itself
             leaving = self._portal.start_task_soon(self._leave, timeout)
@@ -215,9 +223,12 @@ class QuicExchange:
                 self._over = True
                 self._loop_thread = 0
             self._take_calls()
+            if self.failure is None and not (self._shared and self._shared.is_deserted):
+                self._leave_board()  # this node was closed: whoever waits for this rank is told
 
     def dissolve(self) -> None:
         """Give up a group that could not be formed."""
+        self._leave_board()
         self._over = self._left = True
         self._known.set()
         for link in self._links.values():
@@ -313,6 +324,15 @@ class QuicExchange:
             self._woken = False
             while self._calls:
                 self._calls.popleft()()
+
+    @property
+    def _shared(self) -> Board | None:
+        return self.hosts.board if self.hosts is not None else self.board
+
+    def _leave_board(self) -> None:
+        board = self._shared
+        if board is not None:
+            board.close(is_broken=self.failure is not None)
 
     def _ended(self) -> CollectiveError:
         return GroupAborted(

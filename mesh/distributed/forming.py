@@ -19,6 +19,7 @@ from auth import IdentityError, NodeId
 from mesh.collective import CollectiveError, CollectiveTimeout
 from mesh.distributed import wire
 from mesh.distributed.exchange import QuicExchange
+from mesh.distributed.neighbours import share_memory
 from mesh.distributed.options import Options
 from transport import (
     AddressError,
@@ -39,6 +40,12 @@ RECORD_BYTES = 4096
 
 MAX_ADDRESSES = 16
 """Most addresses in it."""
+
+SHARE_SECONDS = 2.0
+"""For connected ranks to find out whether they share memory, at least; it takes milliseconds."""
+
+GIVE_UP_SECONDS = 1.0
+"""For the others to be told that a group could not be formed after all."""
 
 
 def form_group(
@@ -85,6 +92,22 @@ def form_group(
         portal.start_task(exchange.run)
     except BaseException:
         portal.call(exchange.dissolve)
+        raise
+    try:
+        hosts = share_memory(
+            portal,
+            exchange,
+            tuple(member.node_id for member in members),
+            nonce,
+            is_off=not getattr(options.node, "shared_memory", True),
+            deadline=time.monotonic() + max(meeting.left(), SHARE_SECONDS),
+        )
+        if hosts is not None and len(hosts.leaders) > 1:
+            exchange.hosts = hosts
+        elif hosts is not None:
+            exchange.board = hosts.board
+    except BaseException:
+        exchange.close(GIVE_UP_SECONDS)
         raise
     return exchange
 

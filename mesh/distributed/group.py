@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from mesh.collective import Exchange, Reduction, UnsupportedCollective
@@ -326,7 +327,8 @@ class ProcessGroupMesh(_ProcessGroup):
         opts: Any,
         timeout: timedelta | None = None,
     ) -> MeshWork:
-        return self._engine.run(name, result, todo, _seconds(opts, timeout))
+        here = getattr(opts, "asyncOp", True) is False
+        return self._engine.run(name, result, todo, _seconds(opts, timeout), here=here)
 
     def _root(self, opts: Any) -> int:
         root = opts if isinstance(opts, int) else opts.rootRank
@@ -377,6 +379,14 @@ for _method, _what in _LATER.items():
     setattr(ProcessGroupMesh, _method, _refusal(_method, _what))
 
 
+_RedOpType = dist.ReduceOp.RedOpType
+_REDUCTIONS = {
+    kind: Reduction(name)
+    for name, kind in _RedOpType.__members__.items()
+    if name in Reduction.__members__
+}
+
+
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
@@ -385,6 +395,8 @@ def _reduction(opts: Any) -> Reduction:
     """Return the reduction that a c10d argument names: an options object, a ReduceOp, or None."""
     kind = getattr(opts, "reduceOp", opts)
     kind = getattr(kind, "op", kind)  # ReduceOp wraps RedOpType
+    if isinstance(kind, _RedOpType) and kind in _REDUCTIONS:
+        return _REDUCTIONS[kind]
     name = "SUM" if kind is None or isinstance(kind, int) else str(kind).rpartition(".")[2]
     if name not in Reduction.__members__:
         raise UnsupportedCollective(

@@ -8,6 +8,7 @@ operation thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -265,11 +266,16 @@ def message(tensor: torch.Tensor, name: str) -> Signature:
 
 
 def _equal(name: str, tensor: torch.Tensor, detail: str = "") -> Signature:
-    return Signature(name, dtype_name(tensor.dtype), tensor.numel(), detail)
+    return _signature(name, tensor.dtype, tensor.numel(), detail)
 
 
 def _varied(name: str, dtype: torch.dtype, detail: str = "") -> Signature:
-    return Signature(name, dtype_name(dtype), None, detail)
+    return _signature(name, dtype, None, detail)
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(name: str, dtype: torch.dtype, numel: int | None, detail: str) -> Signature:
+    return Signature(name, dtype_name(dtype), numel, detail)
 
 
 def _scatter_all(buffers: Tensors, outs: Tensors) -> None:

@@ -8,6 +8,8 @@ Rules learned the hard way, all of them about torch's C++ side:
 * Callbacks of a future run on the thread that completes it, and may wait for a second collective
   of the same group. So futures are never completed on the group's operation thread; a waiter that
   finds its operation over completes the future itself.
+
+Most works are only waited for: there is no future until somebody asks for one.
 """
 
 from __future__ import annotations
@@ -51,11 +53,14 @@ class MeshWork(Work):
         self._deadline = deadline
         self._source = source
         self.began = time.monotonic()
-        self._over = threading.Event()
         self._error: BaseException | None = None
+        self._is_over = False
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        self._lock = threading.Lock()
         self._claim = threading.Lock()
-        self._base: torch.futures.Future[Any] = torch.futures.Future()
-        self._future = self._base.then(self._outcome)
+        self._base: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
     # What C++ and torch.distributed call.
 
@@ -72,15 +77,20 @@ class MeshWork(Work):
         end = self._deadline + GRACE_SECONDS
         if seconds > 0:
             end = min(end, time.monotonic() + seconds)
-        if not self._over.wait(min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
-            raise CollectiveTimeout(
-                f"wait for {self.what}",
-                after=time.monotonic() - self.began,
-                why="timed out while the operation goes on",
-            )
-        self.complete()
-        with contextlib.suppress(Exception):  # raised below, as itself
-            self._future.wait()
+        if not self._is_over:
+            left = min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+            if not self._latch.acquire(timeout=left):
+                raise CollectiveTimeout(
+                    f"wait for {self.what}",
+                    after=time.monotonic() - self.began,
+                    why="timed out while the operation goes on",
+                )
+            self._latch.release()  # the next waiter's turn
+        future = self._future_if_any()
+        if future is not None:
+            self.complete()
+            with contextlib.suppress(Exception):  # raised below, as itself
+                future.wait()
         if self._error is not None:
             raise self._error
         return True
@@ -91,11 +101,12 @@ class MeshWork(Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation is over, and its future complete."""
-        return self._future.done()
+        future = self._future_if_any()
+        return self._is_over if future is None else future.done()
 
     def is_success(self) -> bool:
         """Return whether the operation is over and did not fail."""
-        return self._over.is_set() and self._error is None
+        return self._is_over and self._error is None
 
     def exception(self) -> BaseException | None:
         """Return what the operation failed with, or None."""
@@ -114,7 +125,14 @@ class MeshWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the caller's tensors, or of the error."""
-        return self._future
+        with self._lock:
+            if self._future is None:
+                self._base = torch.futures.Future()
+                self._future = self._base.then(self._outcome)
+            future, is_over = self._future, self._is_over
+        if is_over:
+            self.complete()
+        return future
 
     # What the engine calls.
 
@@ -122,14 +140,21 @@ class MeshWork(Work):
         self, error: BaseException | None, submit: Callable[[Callable[[], None]], None]
     ) -> None:
         """Mark the operation as over, and have its future completed by way of `submit`."""
-        self._error = error
-        self._over.set()
-        submit(self.complete)
+        with self._lock:
+            self._error = error
+            self._is_over = True
+        self._latch.release()
+        if self._future is not None:
+            submit(self.complete)
 
     def complete(self) -> None:
         """Complete the future, unless another thread already does."""
-        if self._claim.acquire(blocking=False):
+        if self._base is not None and self._claim.acquire(blocking=False):
             self._base.set_result(None)
+
+    def _future_if_any(self) -> torch.futures.Future[Any] | None:
+        with self._lock:  # one that is just being made is there
+            return self._future
 
     def _outcome(self, base: torch.futures.Future[Any]) -> Any:
         if self._error is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import delay, harness, host, memory, namespaces, report
+from tests.benchmarks import collectives, delay, harness, host, memory, namespaces, report
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready, take_turns
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, Turn, obey, session
 from tests.benchmarks.loopback import Bulk, Small
@@ -127,6 +127,18 @@ def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     goals = [each for each in figures if each.get("goal") is not None]
     assert [each["goal"] for each in goals] == [2.5, 2.5]
     assert all(each["ratio"] > 0 for each in goals)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.skipif(collectives.missing() is not None, reason=str(collectives.missing()))
+def test_collectives(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = lines(capsys, "collectives", "--scale", "0.02", "--only", "quicmesh")
+    rows = [each for each in figures if "contender" in each]
+    assert len({each["figure"] for each in rows}) == len(collectives.GOALS)
+    assert {each["contender"] for each in rows} == {"quicmesh"}
+    assert all(each["median"] > 0 for each in rows)
+    goals = [each["goal"] for each in figures if "what" in each]
+    assert goals == list(collectives.GOALS.values())
 
 
 @pytest.mark.usefixtures("forked")

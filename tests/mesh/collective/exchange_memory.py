@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
+import os
 import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from mesh.collective import CollectiveError, CollectiveTimeout, Header, RankLeft, Transfer
+from mesh.collective import CollectiveError, CollectiveTimeout, Header, Hosts, RankLeft, Transfer
 from mesh.collective.exchange import Channel, Check
+from mesh.collective.host import Board, Layout
+from tensor_bridge.lanes.shared.doorbell import make_eventfd
 
 T = TypeVar("T")
 
@@ -40,10 +44,19 @@ class MemoryNetwork:
         eager: complete sends at once, from a copy, instead of when they are received.
         jitter: seed for random pauses before each post; None for none.
         slow: rank whose messages leave its memory only some time after it sent them.
+        box_bytes: share memory with boxes of so many bytes; None for messages alone.
+        hosts: on how many hosts the ranks are, in turn.
     """
 
     def __init__(
-        self, size: int, *, eager: bool = False, jitter: int | None = None, slow: int | None = None
+        self,
+        size: int,
+        *,
+        eager: bool = False,
+        jitter: int | None = None,
+        slow: int | None = None,
+        box_bytes: int | None = None,
+        hosts: int = 1,
     ) -> None:
         self.size = size
         self.eager = eager
@@ -53,9 +66,25 @@ class MemoryNetwork:
         self.posted: dict[tuple[int, int, Channel], deque[_Posted]] = defaultdict(deque)
         self.left: set[int] = set()
         self.ranks = [MemoryExchange(self, rank) for rank in range(size)]
+        self.hosts = hosts
+        self.boards: list[Board] = []
+        leader_of = tuple(rank % hosts for rank in range(size))
+        for first in range(min(hosts, size) if box_bytes is not None else 0):
+            ranks = tuple(range(first, size, hosts))
+            boards = make_boards(len(ranks), box_bytes, ranks=ranks) if len(ranks) > 1 else [None]
+            for rank, board in zip(ranks, boards, strict=True):
+                if hosts == 1:
+                    self.ranks[rank].board = board
+                else:
+                    self.ranks[rank].hosts = Hosts(board, leader_of)
+            self.boards += filter(None, boards)
         self.slow = slow
         self.messages = 0
         self.nbytes = 0
+
+    def close(self) -> None:
+        for board in self.boards:
+            board.close()
 
     def match(self, key: tuple[int, int, Channel]) -> None:
         sent, posted = self.sent[key], self.posted[key]
@@ -82,6 +111,8 @@ class MemoryExchange:
         self.size = network.size
         self.group = "test"
         self.failure: CollectiveError | None = None
+        self.board: Board | None = None
+        self.hosts: Hosts | None = None
 
     def label(self, rank: int) -> str:
         return f"rank {rank} (node-{rank})"
@@ -151,6 +182,8 @@ class MemoryExchange:
                 if rank.failure is None:
                     rank.failure = error
                     rank.drop(error)
+            for board in self.network.boards:
+                board.wake()
 
     def drop(self, error: CollectiveError) -> None:
         for (source, target, _), sends in list(self.network.sent.items()):
@@ -166,6 +199,8 @@ class MemoryExchange:
                 receipts.clear()
 
     def close(self, timeout: float) -> None:
+        if self.board is not None:
+            self.board.close(is_broken=self.failure is not None)
         with self.network.lock:
             self.network.left.add(self.rank)
 
@@ -186,6 +221,30 @@ class MemoryExchange:
     def pause(self) -> None:
         if self.network.random is not None:
             time.sleep(self.network.random.random() * 1e-3)
+
+
+def make_boards(
+    size: int, box_bytes: int, pidfds: Sequence[int] = (), ranks: tuple[int, ...] = ()
+) -> list[Board]:
+    """Return one board per rank, all on one memory, watching the processes of `pidfds`."""
+    layout = Layout.of(size, box_bytes)
+    memory = mmap.mmap(-1, layout.nbytes)
+    eventfds = [make_eventfd() for _ in range(size)]
+    boards = [
+        Board(
+            memory,
+            layout,
+            ranks or tuple(range(size)),
+            place,
+            own=os.dup(eventfds[place]),
+            eventfds={each: os.dup(eventfds[each]) for each in range(size) if each != place},
+            pidfds={each: os.dup(fd) for each, fd in enumerate(pidfds) if each != place},
+        )
+        for place in range(size)
+    ]
+    for descriptor in eventfds:
+        os.close(descriptor)
+    return boards
 
 
 def run_ranks(size: int, body: Callable[[int], T], *, timeout: float = 20.0) -> list[T]:

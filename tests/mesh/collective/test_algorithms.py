@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,9 +11,13 @@ import torch
 from mesh import collective
 from mesh.collective import Operation, Reduction, Signature
 from mesh.collective import allreduce as allreduce_module
+from mesh.collective.host import reducing as reducing_module
 from tests.mesh.collective.exchange_memory import MemoryNetwork, run_ranks
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 2, 3, 5]
+BOX = 4096
+"""The smallest box: several rounds for what is longer."""
+
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
@@ -22,11 +26,24 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short tensors run through every path."""
     monkeypatch.setattr(allreduce_module, "WHOLE_BYTES", 256)
     monkeypatch.setattr(allreduce_module, "PIECE_BYTES", 128)
+    monkeypatch.setattr(reducing_module, "WHOLE_BYTES", 256)
+    monkeypatch.setattr(reducing_module, "FOLD_ELEMENTS", 48)
 
 
-@pytest.fixture(params=["eager", "rendezvous"])
-def network_of(request: pytest.FixtureRequest) -> Callable[[int], MemoryNetwork]:
-    return lambda size: MemoryNetwork(size, eager=request.param == "eager", jitter=size)
+@pytest.fixture(params=["eager", "rendezvous", "host", "hosts"])
+def network_of(request: pytest.FixtureRequest) -> Iterator[Callable[[int], MemoryNetwork]]:
+    networks: list[MemoryNetwork] = []
+
+    def make(size: int) -> MemoryNetwork:
+        box_bytes = BOX if request.param in ("host", "hosts") else None
+        eager, hosts = request.param == "eager", 2 if request.param == "hosts" else 1
+        made = MemoryNetwork(size, eager=eager, jitter=size, box_bytes=box_bytes, hosts=hosts)
+        networks.append(made)
+        return networks[-1]
+
+    yield make
+    for network in networks:
+        network.close()
 
 
 def operation(network: MemoryNetwork, rank: int, sequence: int = 0) -> Operation:
@@ -54,7 +71,14 @@ def summed(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 3, 61, 700])
+def summed_by_host(parts: list[torch.Tensor], hosts: int) -> torch.Tensor:
+    """Return the same for ranks that are on hosts in turn: the sum of the sums of each."""
+    wide = [part.float() if part.dtype is torch.bfloat16 else part for part in parts]
+    sums = [summed(wide[first::hosts]) for first in range(min(hosts, len(parts)))]
+    return summed(sums).to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 61, 3001])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce(network_of, size, dtype, numel) -> None:
@@ -67,8 +91,9 @@ def test_all_reduce(network_of, size, dtype, numel) -> None:
             collective.all_reduce(op, mine, Reduction.SUM)
         return mine
 
-    for result in run_ranks(size, body):
-        assert torch.equal(result, summed(inputs))
+    results = run_ranks(size, body)
+    for result in results:
+        assert torch.equal(result, summed_by_host(inputs, network.hosts))
 
 
 def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +162,7 @@ def test_reduce(network_of, size, numel) -> None:
         assert torch.equal(results[rank], inputs[rank])
 
 
-@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], [40, 0, 133, 1], [64, 64, 64, 64]])
+@pytest.mark.parametrize("lengths", [[0] * 5, [40, 0, 133, 1, 2000], [64] * 5])
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_scatter(network_of, size, lengths) -> None:
     network = network_of(size)
@@ -174,7 +199,7 @@ def test_broadcast(network_of, size, dtype) -> None:
         assert torch.equal(result.view(torch.uint8), source.view(torch.uint8))
 
 
-@pytest.mark.parametrize("lengths", [[3, 3, 3, 3], [0, 3, 0, 5], [0, 0, 0, 0]])
+@pytest.mark.parametrize("lengths", [[3] * 5, [0, 3, 0, 5, 3000], [0] * 5])
 @pytest.mark.parametrize("size", SIZES)
 def test_all_gather_and_gather_and_scatter(network_of, size, lengths) -> None:
     network = network_of(size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,7 +24,21 @@ from mesh.collective import (
 )
 from mesh.collective import allreduce as allreduce_module
 from mesh.collective.errors import error_class
+from mesh.collective.host import reducing as reducing_module
 from tests.mesh.collective.exchange_memory import MemoryNetwork, outcomes
+
+
+@pytest.fixture(params=["messages", "host"])
+def network_of(request: pytest.FixtureRequest) -> Iterator[Callable[[int], MemoryNetwork]]:
+    networks: list[MemoryNetwork] = []
+
+    def make(size: int) -> MemoryNetwork:
+        networks.append(MemoryNetwork(size, box_bytes=4096 if request.param == "host" else None))
+        return networks[-1]
+
+    yield make
+    for network in networks:
+        network.close()
 
 
 def sum_of(numel: int) -> Signature:
@@ -43,10 +58,11 @@ def start(
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_timeout_names_the_sleeper_and_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, whole: bool
+    network_of, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     monkeypatch.setattr(allreduce_module, "WHOLE_BYTES", 1 << 20 if whole else 0)
-    network = MemoryNetwork(3)
+    monkeypatch.setattr(reducing_module, "WHOLE_BYTES", 1 << 20 if whole else 0)
+    network = network_of(3)
     over = threading.Event()
 
     def body(rank: int) -> None:
@@ -117,8 +133,10 @@ def test_timeout_of_a_sender_names_who_does_not_receive() -> None:
         (sum_of(4), 3, 6, "all_reduce(float32, 4 elements, SUM) with 24 bytes"),
     ],
 )  # fmt: skip
-def test_differing_calls_raise_at_once_and_name_both(signature, sequence, numel, words) -> None:
-    network = MemoryNetwork(3)
+def test_differing_calls_raise_at_once_and_name_both(
+    network_of, signature, sequence, numel, words
+) -> None:
+    network = network_of(3)
 
     def body(rank: int) -> None:
         calls = (signature, sequence, numel) if rank == 1 else (sum_of(4), 3, 4)
@@ -135,8 +153,8 @@ def test_differing_calls_raise_at_once_and_name_both(signature, sequence, numel,
         assert "all_reduce(float32, 4 elements, SUM)" in str(error)
 
 
-def test_equal_calls_do_not() -> None:
-    network = MemoryNetwork(3)
+def test_equal_calls_do_not(network_of) -> None:
+    network = network_of(3)
 
     def body(rank: int) -> None:
         with start(network, rank, sum_of(4)) as op:
@@ -145,8 +163,8 @@ def test_equal_calls_do_not() -> None:
     assert outcomes(3, body) == [None, None, None]
 
 
-def test_an_exception_inside_reaches_the_other_ranks() -> None:
-    network = MemoryNetwork(2)
+def test_an_exception_inside_reaches_the_other_ranks(network_of) -> None:
+    network = network_of(2)
 
     def body(rank: int) -> None:
         with start(network, rank, sum_of(4), timeout=30) as op:
@@ -162,8 +180,8 @@ def test_an_exception_inside_reaches_the_other_ranks() -> None:
     assert "on rank 0" in str(errors[0])
 
 
-def test_a_loss_ends_the_wait_for_others_too() -> None:
-    network = MemoryNetwork(3)
+def test_a_loss_ends_the_wait_for_others_too(network_of) -> None:
+    network = network_of(3)
     lost = RankLost("connection", ranks=(2,), peer="rank 2 (node-2)", why="silent for 3 s")
 
     def body(rank: int) -> None:
@@ -182,8 +200,8 @@ def test_a_loss_ends_the_wait_for_others_too() -> None:
         assert f"on rank {rank}" in str(errors[rank])
 
 
-def test_a_rank_that_left_is_not_waited_for() -> None:
-    network = MemoryNetwork(2)
+def test_a_rank_that_left_is_not_waited_for(network_of) -> None:
+    network = network_of(2)
     network.ranks[1].close(1)
     with pytest.raises(RankLeft), start(network, 0, sum_of(1), timeout=30) as op:
         collective.all_reduce(op, torch.ones(1), Reduction.SUM)

@@ -121,3 +121,17 @@ def test_result_may_be_a_part() -> None:
     reduce_into(parts[1], parts, Reduction.SUM)
     assert parts[1].tolist() == [11.0, 22.0]
     assert parts[0].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("op", [Reduction.SUM, Reduction.AVG, Reduction.MAX], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+@pytest.mark.parametrize("shift", [0, 3])
+def test_the_result_may_lie_where_a_contribution_does(shift, dtype, op) -> None:
+    for at in range(4):
+        rows = torch.arange(4 * 20).reshape(4, 20).mul(37).remainder(53).to(dtype)
+        parts = [row[:10] for row in rows]
+        expected = torch.empty(10, dtype=dtype)
+        reduce_into(expected, [part.clone() for part in parts], op)
+        out = rows[at, shift : shift + 10]  # the same elements, or some of them
+        reduce_into(out, parts, op)
+        assert torch.equal(out, expected)

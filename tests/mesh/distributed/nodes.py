@@ -20,9 +20,12 @@ LOOPBACK = EndpointConfig(bind="127.0.0.1:0")
 class LoopbackNode:
     """What `mesh.distributed.Options` needs."""
 
-    def __init__(self, portal: BlockingPortal, endpoint: Endpoint) -> None:
+    def __init__(
+        self, portal: BlockingPortal, endpoint: Endpoint, *, shared_memory: bool = True
+    ) -> None:
         self.portal = portal
         self.endpoint = endpoint
+        self.shared_memory = shared_memory
 
 
 @contextlib.contextmanager
@@ -32,13 +35,14 @@ def loopback_node(
     authorizer: Authorizer | None = None,
     config: EndpointConfig = LOOPBACK,
     key: SecretKey | None = None,
+    shared_memory: bool = True,
 ) -> Iterator[LoopbackNode]:
     endpoint = Endpoint(key or SecretKey.generate(), authorizer or allow_any(), config)
     with (
         start_blocking_portal(backend) as portal,
         portal.wrap_async_context_manager(endpoint) as opened,
     ):
-        yield LoopbackNode(portal, opened)
+        yield LoopbackNode(portal, opened, shared_memory=shared_memory)
 
 
 def process_group(

@@ -15,9 +15,9 @@ DEADLINE = 50.0
 class Rank:
     """One process of `tests.mesh.distributed.worker`."""
 
-    def __init__(self, scenario: str, rank: int, size: int, store: Path) -> None:
+    def __init__(self, scenario: str, rank: int, size: int, store: Path, way: str = "host") -> None:
         worker = "tests.mesh.distributed.worker"
-        self.process = Program(["-m", worker, scenario, str(rank), str(size), str(store)])
+        self.process = Program(["-m", worker, scenario, str(rank), str(size), str(store), way])
 
     def wait_ready(self) -> None:
         """Wait for the line "ready"."""
@@ -32,9 +32,10 @@ class Rank:
         return json.loads(out.splitlines()[-1])
 
 
-def start(scenario: str, size: int, tmp_path: Path) -> list[Rank]:
+def start(scenario: str, size: int, tmp_path: Path, way: str = "host") -> list[Rank]:
+    """Start the ranks, which share memory, or go over QUIC where `way` is "quic"."""
     store = tmp_path / f"store-{time.monotonic_ns()}"
-    return [Rank(scenario, rank, size, store) for rank in range(size)]
+    return [Rank(scenario, rank, size, store, way) for rank in range(size)]
 
 
 def run(scenario: str, size: int, tmp_path: Path) -> list[Any]:

@@ -42,7 +42,7 @@ class Cluster:
         self, size: int, *, timeout: float = 10.0, config: EndpointConfig = LOOPBACK
     ) -> list[ProcessGroupMesh]:
         while len(self.nodes) < size:
-            node = loopback_node(backend=self.backend, config=config)
+            node = loopback_node(backend=self.backend, config=config, shared_memory=False)
             self.nodes.append(self.stack.enter_context(node))
         store = dist.HashStore()
         groups = run_ranks(

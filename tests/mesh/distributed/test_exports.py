@@ -20,8 +20,9 @@ def test_distributed_names() -> None:
 def test_collective_names() -> None:
     assert sorted(mesh.collective.__all__) == [
         "COLLECTIVE", "CollectiveError", "CollectiveMismatch", "CollectiveTimeout", "Exchange",
-        "GroupAborted", "Header", "Operation", "RankFailed", "RankLeft", "RankLost", "Reduction",
-        "Signature", "Transfer", "UnsupportedCollective", "all_gather", "all_reduce", "all_to_all",
+        "GroupAborted", "Header", "Hosts", "Operation", "RankFailed", "RankLeft", "RankLost",
+        "Reduction", "Signature", "Transfer", "UnsupportedCollective", "all_gather",
+        "all_reduce", "all_to_all",
         "barrier", "broadcast", "check_distinct", "check_readable", "check_writable", "expect",
         "gather", "gathered", "raw", "reduce", "reduce_scatter", "refuse_unless_reducible",
         "scatter", "scatter_back",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.mesh.distributed import processes
-from tests.mesh.distributed.worker import Model, batches
+from tests.mesh.distributed.worker import LIVENESS, Model, batches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -59,23 +59,49 @@ def test_a_failing_all_reduce_makes_backward_raise(tmp_path: Path) -> None:
     assert "aborted" in text
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path, size: int) -> None:
-    ranks = processes.start("killed", size, tmp_path)
+@pytest.mark.parametrize(
+    ("way", "size", "victims", "how"),
+    [
+        ("quic", 3, [2], signal.SIGKILL),
+        ("host", 4, [1, 3], signal.SIGKILL),
+        ("host", 3, [1], signal.SIGSTOP),
+    ],
+)
+def test_killed_and_stopped_ranks_are_named_by_every_survivor(
+    tmp_path: Path, way: str, size: int, victims: list[int], how: signal.Signals
+) -> None:
+    lose(tmp_path, way, size, victims, how)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_of_four_are_named_every_time(tmp_path: Path) -> None:
+    for turn in range(20):
+        victims = sorted({turn % 4, (turn + 1 + turn // 4 % 3) % 4})
+        lose(tmp_path, "host", 4, victims, signal.SIGKILL)
+
+
+def lose(tmp_path: Path, way: str, size: int, victims: list[int], how: signal.Signals) -> None:
+    """Lose ranks amid an all-reduce: all others name all of them in time."""
+    ranks = processes.start("killed", size, tmp_path, way)
     try:
         for rank in ranks:
             rank.wait_ready()
         time.sleep(0.3)  # somewhere in the middle of an all-reduce
         killed_at = time.time()
-        os.kill(ranks[-1].process.pid, signal.SIGKILL)
-        for rank in ranks[:-1]:
-            kind, text, blamed, raised_at, burnt = rank.result()
+        for victim in victims:
+            os.kill(ranks[victim].process.pid, how)
+        for number, rank in enumerate(ranks):
+            if number in victims:
+                continue
+            kind, text, blamed, raised_at, burnt, shared = rank.result()
             assert kind == "RankLost"
-            assert blamed == [size - 1]
-            assert f"rank {size - 1} (" in text
+            assert blamed == victims
+            assert all(f"rank {victim} (" in text for victim in victims)
             assert "all_reduce #" in text
-            assert raised_at - killed_at < 4
-            assert burnt < 0.05, "a survivor spins"
+            assert raised_at - killed_at < LIVENESS + 2
+            assert burnt < 0.15, "a survivor spins"
+            assert shared == (way == "host")
     finally:
         for rank in ranks:
             rank.process.kill()

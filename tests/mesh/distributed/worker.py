@@ -5,6 +5,7 @@ A scenario returns what the test compares; it goes to standard output as one lin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -22,6 +23,9 @@ from auth import SecretKey, allow_any
 from tests.mesh.distributed.nodes import LOOPBACK
 
 STEPS = 4
+
+LIVENESS = 2.0
+"""Seconds until a rank that is silent is lost."""
 
 
 class Model(nn.Module):
@@ -164,7 +168,8 @@ def killed(rank: int, size: int) -> Any:
         time.sleep(0.5)
         burnt = time.process_time() - cpu
         ranks = list(getattr(error, "ranks", ()))
-        return [type(error).__name__, str(error), ranks, raised_at, burnt]
+        shared = dist.group.WORLD._engine.exchange.board is not None
+        return [type(error).__name__, str(error), ranks, raised_at, burnt, shared]
 
 
 def fall_off(rank: int, size: int) -> Any:
@@ -232,12 +237,16 @@ def form(rank: int, size: int) -> None:
     )
 
 
-def main(scenario: str, rank: int, size: int, path: str) -> None:
+def main(scenario: str, rank: int, size: int, path: str, way: str) -> None:
     global _store
     torch.set_num_threads(1)
     _store = dist.FileStore(str(Path(path)), size)
     node = mesh.blocking.Node.embedded(
-        key=SecretKey.generate(), authorizer=allow_any(), config=LOOPBACK, tensors=False
+        key=SecretKey.generate(),
+        authorizer=allow_any(),
+        config=dataclasses.replace(LOOPBACK, liveness=LIVENESS),
+        tensors=False,
+        shared_memory=way == "host",
     )
     node.open()
     with mesh.distributed.use(node, job="test"):
@@ -251,4 +260,4 @@ def main(scenario: str, rank: int, size: int, path: str) -> None:
 _store: dist.Store
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6])

@@ -1,0 +1,161 @@
+"""Operations that reduce, in the memory that all ranks share.
+
+A small tensor each rank shows whole, and reduces for itself: one round. Of larger ones each rank
+reduces a part. A box has then a lane for each of the others' parts, and one for the own: while the
+contributions to one piece of each part are shown, so are the results for the piece before. A result
+is reduced where it is shown, and contributions are read where they were shown: each is copied once.
+
+Contributions are folded in the order of the ranks, as `mesh.collective.reduction` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from mesh.collective.host.board import Board
+from mesh.collective.host.rounds import Rounds
+from mesh.collective.layout import raw
+from mesh.collective.operation import Operation
+from mesh.collective.reduction import Reduction, reduce_into
+
+__all__ = ["all_reduce", "reduce", "reduce_scatter"]
+
+WHOLE_BYTES = 64 * 1024
+"""Largest tensor that every rank reduces for itself. Beyond, bytes cost more than a round."""
+
+FOLD_ELEMENTS = 32768
+"""Elements folded at a time: as many as torch does on the calling thread alone. The ranks of a host
+have its cores among them, and threads of its own would wait for each other's turns."""
+
+
+def all_reduce(board: Board, operation: Operation, elements: torch.Tensor, op: Reduction) -> None:
+    """See `mesh.collective.all_reduce`."""
+    nbytes = elements.numel() * elements.dtype.itemsize
+    if nbytes <= min(WHOLE_BYTES, board.layout.box_bytes):
+        _reduce_whole(board, operation, elements, nbytes, op)
+    else:
+        _reduce_parts(board, operation, elements, nbytes, op)
+
+
+def reduce(
+    board: Board, operation: Operation, elements: torch.Tensor, root: int, op: Reduction
+) -> None:
+    """See `mesh.collective.reduce`."""
+    size, dtype = board.layout.size, elements.dtype
+    nbytes, is_root = elements.numel() * dtype.itemsize, operation.rank == root
+    step = board.layout.box_bytes // dtype.itemsize
+    view = raw(elements)
+    with Rounds(
+        board,
+        operation,
+        count=-(-elements.numel() // step),
+        sizes=[0 if is_root or place != root else nbytes for place in range(size)],
+        wanted=[nbytes if is_root and place != root else 0 for place in range(size)],
+    ) as turns:
+        while not turns.is_over:
+            start = turns.at * step
+            if not is_root:
+                _put(turns.own_box(), view, start * dtype.itemsize, step * dtype.itemsize)
+            turns.turn()
+            piece = elements[start : start + step]
+            if is_root and piece.numel():
+                parts = [turns.elements(place, dtype) for place in range(size)]
+                parts[root] = piece
+                _fold(piece, parts, op)
+
+
+def reduce_scatter(
+    board: Board,
+    operation: Operation,
+    out: torch.Tensor,
+    chunks: Sequence[torch.Tensor],
+    op: Reduction,
+) -> None:
+    """See `mesh.collective.reduce_scatter`."""
+    size, place, dtype = board.layout.size, board.place, out.dtype
+    lane, views = board.layout.lane_bytes(), [raw(chunk) for chunk in chunks]
+    step = lane // dtype.itemsize
+    with Rounds(
+        board,
+        operation,
+        count=-(-max(map(len, views)) // lane),
+        sizes=[len(view) for view in views],
+        wanted=[len(views[place])] * size,
+    ) as turns:
+        while not turns.is_over:
+            at, box = turns.at, turns.own_box()
+            for other in board.others:
+                _put(box[other * lane :], views[other], at * lane, lane)
+            turns.turn()
+            target = out[at * step : (at + 1) * step]
+            if target.numel():
+                parts = [turns.elements(each, dtype)[place * step :] for each in range(size)]
+                parts[place] = chunks[place][at * step : (at + 1) * step]
+                _fold(target, parts, op)
+
+
+def _reduce_whole(
+    board: Board, operation: Operation, elements: torch.Tensor, nbytes: int, op: Reduction
+) -> None:
+    count, sizes = elements.numel(), (nbytes,) * board.layout.size
+    with Rounds(board, operation, count=1, sizes=sizes, wanted=sizes) as turns:
+        turns.own_box()[:nbytes] = raw(elements)
+        turns.turn()
+        if count:
+            parts = [
+                elements if place == board.place else turns.elements(place, elements.dtype)[:count]
+                for place in range(board.layout.size)
+            ]
+            _fold(elements, parts, op)
+
+
+def _reduce_parts(
+    board: Board, operation: Operation, elements: torch.Tensor, nbytes: int, op: Reduction
+) -> None:
+    size, place, dtype = board.layout.size, board.place, elements.dtype
+    bounds = [elements.numel() * each // size for each in range(size + 1)]
+    parts = [elements[start:stop] for start, stop in pairwise(bounds)]
+    lane, views = board.layout.lane_bytes(), [raw(part) for part in parts]
+    pieces, step = -(-max(map(len, views)) // lane), lane // dtype.itemsize
+    sizes = (nbytes,) * size
+    with Rounds(board, operation, count=pieces + 1, sizes=sizes, wanted=sizes) as turns:
+        while not turns.is_over:
+            at, box = turns.at, turns.own_box()
+            for other in board.others:
+                _put(box[other * lane :], views[other], at * lane, lane)
+            turns.turn()
+            own = parts[place][at * step : (at + 1) * step]
+            if own.numel():
+                _reduce_piece(board, turns, own, step, op)
+                _put(views[place][at * lane :], turns.own_box()[place * lane :], 0, lane)
+            for other in board.others if at else ():
+                _put(views[other][(at - 1) * lane :], turns.box(other)[other * lane :], 0, lane)
+
+
+def _reduce_piece(board: Board, turns: Rounds, own: torch.Tensor, step: int, op: Reduction) -> None:
+    """Reduce the shown contributions to `own`, and put the result where it is shown next."""
+    place, dtype = board.place, own.dtype
+    shown = [turns.elements(each, dtype)[place * step :] for each in range(board.layout.size)]
+    shown[place] = own
+    _fold(turns.own_elements(dtype)[place * step :][: own.numel()], shown, op)
+
+
+def _put(target: memoryview, source: memoryview, start: int, longest: int) -> None:
+    """Copy `longest` bytes from `start` on, or as many as there are and there is room for."""
+    count = max(0, min(longest, len(source) - start, len(target)))
+    target[:count] = source[start : start + count]
+
+
+def _fold(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
+    """Reduce as many elements of `parts` as `out` has."""
+    count = out.numel()
+    if count <= FOLD_ELEMENTS or torch.get_num_threads() == 1:
+        reduce_into(out, [part if part.numel() == count else part[:count] for part in parts], op)
+        return
+    for start in range(0, count, FOLD_ELEMENTS):
+        target = out[start : start + FOLD_ELEMENTS]
+        stop = start + target.numel()
+        reduce_into(target, [part[start:stop] for part in parts], op)
