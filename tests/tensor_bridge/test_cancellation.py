@@ -286,7 +286,7 @@ async def shared_lane(m: Moves) -> AsyncIterator[Operation]:
     async with linked(connection.peer) as (ours, theirs):
         yield run
         for link in (ours, theirs):
-            await eventually(lambda: link._free.value == SLOTS and not link._landings)  # noqa: B023
+            await eventually(lambda: link._outgoing.free == SLOTS and not link._landings)  # noqa: B023
             assert link._outgoing.free == SLOTS
 
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
-import anyio.lowlevel
 
 from tensor_bridge.errors import TensorChanged
 from tensor_bridge.lanes.shared.link import Landing, Link
@@ -62,32 +61,12 @@ class SharedLane:
         await self._attend("receive", moved, functools.partial(self._receive, room))
 
     async def _send(self, payload: Payload, moved: Callable[[int], object]) -> None:
-        pieces, left = _pieces(payload, self._link.slot_bytes), payload.nbytes
-        while left:
-            slot = await self._link.take_slot()
-            try:
-                piece = next(pieces)
-                self._link.send(slot, piece, self._stream.stream_id)
-            except BaseException:
-                self._link.put_back(slot)
-                raise
-            left -= len(piece)
-            moved(len(piece))
+        pieces = _pieces(payload, self._link.slot_bytes)
+        await self._link.send(self._stream.stream_id, pieces, payload.nbytes, moved)
 
     async def _receive(self, room: memoryview, moved: Callable[[int], object]) -> None:
         assert self._landing is not None
-        arrivals = self._landing.arrivals
-        with self._link.checking():
-            arrivals.open(len(room))
-        while len(room):
-            message = arrivals.next()
-            if message is None:
-                await self._landing.wait()
-                continue
-            self._link.copy_out(message, room[: message.length])
-            room = room[message.length :]
-            moved(message.length)
-            await self._link.turn()
+        await self._landing.fill(room, moved)
 
     async def _attend(
         self,

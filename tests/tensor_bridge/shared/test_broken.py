@@ -147,7 +147,7 @@ async def test_memory_that_is_given_back_amid_a_move_is_not_read(
     with pytest.raises(TensorChanged, match="resized"):
         await at_a.put(tensor, progress=Once(lambda: tensor.untyped_storage().resize_(0)))
     ours = link(client, a)
-    await eventually(lambda: ours._outgoing.free == ours._free.value == 8)
+    await eventually(lambda: ours._outgoing.free == 8 and not ours._sendings)
     await at_a.put(torch.zeros(5))
     await eventually(lambda: a.is_empty)
 
@@ -186,7 +186,7 @@ async def test_what_came_before_the_receiver_was_ready_is_counted_too(
     async def receive(stream: Stream) -> None:
         with theirs.landing(stream.stream_id) as landing:
             await stream.send_reply(None)
-            await landing.wait()
+            await eventually(lambda: landing.arrivals._waiting)
             lane = SharedLane(stream, theirs, landing, stall_seconds=2)
             await lane.receive(memoryview(room), lambda _: None)
 
