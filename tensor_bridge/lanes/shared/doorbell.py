@@ -1,0 +1,187 @@
+"""Waiting for another process without burning a core.
+
+Whoever has written bytes for others raises a counter in shared memory and rings (`Bell.ring`).
+Whoever waits (`Waiter.wait`) looks for about 50 microseconds, letting others run in between; then
+it puts up a flag beside its counter, looks once more, and sleeps on its eventfd. A bell makes a
+system call only for those whose flag is up.
+
+No ring is lost. The ringer stores the counter and then loads the flag; the waiter stores the flag
+and then loads the counter. If neither store could overtake the load after it, one of the two sees
+the other's. Processors do let it overtake, x86 included, so that each stores with a
+lock held: in CPython of every version, to take it and to release it are atomic read-modify-writes,
+which on x86 are full barriers. Where they are somewhat less than that (Arm), a flag may come to be
+seen a moment late; therefore the first sleep lasts one millisecond, and each further one, by when
+the flag has long been seen, twice as long as the one before. The counter is stored after the bytes:
+x86 keeps that order by itself, and elsewhere the taking of the lock keeps it.
+
+What the other processes store here is not believed: it makes a waiter wake, look, and sleep again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+
+from transport import ProtocolError
+
+__all__ = ["LINE_WORDS", "Bell", "Gone", "Waiter", "check_eventfd", "make_eventfd"]
+
+LINE_WORDS = 8
+"""Words of a cache line. Counters and flags of two processes on one line would slow both."""
+
+YIELD_SECONDS = 50e-6
+"""How long a waiter looks before it sleeps: about what going to sleep and waking up takes."""
+
+FIRST_SLEEP = 1e-3
+LONGEST_SLEEP = 0.25
+
+_EVENTFD = "anon_inode:[eventfd]"
+
+
+class Gone(Exception):
+    """What was watched has ended: the processes behind these descriptors are gone.
+
+    Args:
+        descriptors: those of `Waiter`'s `watched` that are readable or hung up.
+    """
+
+    def __init__(self, descriptors: tuple[int, ...]) -> None:
+        super().__init__(descriptors)
+        self.descriptors = descriptors
+
+
+class Bell:
+    """A counter that this process alone raises, and those who wait for it.
+
+    Args:
+        words: shared memory as words of 8 bytes (``memoryview.cast("Q")``).
+        at: index of the counter in it.
+        waiters: for each waiter the index of its flag, and its eventfd, which stay the caller's.
+    """
+
+    def __init__(self, words: memoryview, at: int, waiters: Iterable[tuple[int, int]] = ()) -> None:
+        self._words = words
+        self._at = at
+        self._waiters = tuple(waiters)
+        self._fence = threading.Lock()
+
+    def ring(self, count: int) -> None:
+        """Raise the counter to `count`, after what was written before, and wake who sleeps."""
+        words = self._words
+        with self._fence:
+            words[self._at] = count
+        for flag, descriptor in self._waiters:
+            if words[flag]:
+                with contextlib.suppress(BlockingIOError):  # it could not be more readable
+                    os.eventfd_write(descriptor, 1)
+
+
+class Waiter:
+    """Where one thread of this process at a time waits for the counters of others.
+
+    Args:
+        words: shared memory as words of 8 bytes.
+        flag: index of this waiter's flag in it.
+        descriptor: its eventfd, nonblocking; it stays the caller's.
+        watched: descriptors that become readable, or hang up, when another process ends: a pidfd, a
+            socket on which nothing else comes.
+    """
+
+    def __init__(
+        self, words: memoryview, flag: int, descriptor: int, watched: Collection[int] = ()
+    ) -> None:
+        self._words = words
+        self._flag = flag
+        self._descriptor = descriptor
+        self._fence = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+        for each in watched:
+            self._poll.register(each, select.POLLIN | select.POLLRDHUP)
+
+    def wait(self, is_ready: Callable[[], bool], deadline: float) -> None:
+        """Return once `is_ready` does return true, or raise what it raises.
+
+        It is called again and again: when another process may have rung, and after `wake`.
+
+        Args:
+            is_ready: looks at the counters.
+            deadline: on the clock of ``time.monotonic``.
+
+        Raises:
+            TimeoutError: the deadline passed first.
+            Gone: a watched process ended first. What it had told before still counts.
+        """
+        end = time.monotonic() + YIELD_SECONDS
+        while not is_ready():
+            if time.monotonic() >= end:
+                self._sleep(is_ready, deadline)
+                return
+            os.sched_yield()
+
+    def wake(self) -> None:
+        """Have `wait` call its `is_ready` now; from any thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._descriptor, 1)
+
+    def arm(self) -> None:
+        """Have bells write to the eventfd from here on, for one who waits for it in an event loop.
+
+        Look at the counters after this and after each `drain`, before waiting for the descriptor.
+        """
+        with self._fence:
+            self._words[self._flag] = 1
+
+    def disarm(self) -> None:
+        """Have bells make no system call any more."""
+        self._words[self._flag] = 0
+
+    def drain(self) -> None:
+        """Make the eventfd unreadable until the next ring."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._descriptor)
+
+    def _sleep(self, is_ready: Callable[[], bool], deadline: float) -> None:
+        nap = FIRST_SLEEP
+        self.arm()
+        try:
+            while not is_ready():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                # Rounded up, for a wait that ends a moment too soon would only begin again.
+                found = self._poll.poll(math.ceil(min(nap, left) * 1000))
+                nap = min(2 * nap, LONGEST_SLEEP)
+                ended = tuple(each for each, _ in found if each != self._descriptor)
+                if ended:
+                    if is_ready():
+                        return
+                    raise Gone(ended)
+                if found:
+                    self.drain()
+        finally:
+            self.disarm()
+
+
+def make_eventfd() -> int:
+    """Return a new eventfd for a `Waiter`, which the caller closes."""
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+def check_eventfd(descriptors: Sequence[int]) -> None:
+    """Return if `descriptors`, of another process, are eventfds, on which a ring does not block.
+
+    Raises:
+        ProtocolError: they are something else.
+    """
+    for descriptor in descriptors:
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != _EVENTFD or os.get_blocking(
+            descriptor
+        ):
+            raise ProtocolError("shared memory", why="a descriptor that is no eventfd")

@@ -1,0 +1,228 @@
+"""One waits and another rings: in threads, in processes, and when the other is gone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tensor_bridge.lanes.shared.doorbell import (
+    FIRST_SLEEP,
+    LINE_WORDS,
+    Bell,
+    Gone,
+    Waiter,
+    check_eventfd,
+    make_eventfd,
+)
+from tensor_bridge.lanes.shared.host import unavailable
+from transport import ProtocolError
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+COUNT, FLAG, OTHER = 0, LINE_WORDS, 2 * LINE_WORDS
+
+
+@pytest.fixture
+def words() -> memoryview:
+    return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    descriptor = make_eventfd()
+    yield descriptor
+    os.close(descriptor)
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+def readable(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0)[0])
+
+
+def when_asleep(words: memoryview, act: Callable[[], object]) -> threading.Thread:
+    """Do `act` once the waiter has put its flag up."""
+
+    def run() -> None:
+        while not words[FLAG]:
+            time.sleep(0.001)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_what_has_been_rung_is_not_waited_for(words: memoryview, descriptor: int) -> None:
+    Bell(words, COUNT, [(FLAG, descriptor)]).ring(3)
+    Waiter(words, FLAG, descriptor).wait(lambda: words[COUNT] == 3, 0.0)
+    assert not readable(descriptor)  # nobody slept
+
+
+def test_a_sleeper_is_woken(words: memoryview, descriptor: int) -> None:
+    bell, waiter = Bell(words, COUNT, [(FLAG, descriptor)]), Waiter(words, FLAG, descriptor)
+    looks = 0
+
+    def is_ready() -> bool:
+        nonlocal looks
+        looks += 1
+        return words[COUNT] == 1
+
+    thread = when_asleep(words, lambda: (time.sleep(0.3), bell.ring(1)))
+    before = time.process_time()
+    waiter.wait(is_ready, soon())
+    thread.join()
+    assert words[FLAG] == 0
+    assert looks < 2000  # of a microsecond each, at the beginning
+    assert time.process_time() - before < 0.15
+
+
+def test_only_whose_flag_is_up_is_woken(words: memoryview, descriptor: int) -> None:
+    other = make_eventfd()
+    try:
+        Waiter(words, OTHER, other).arm()
+        Bell(words, COUNT, [(FLAG, descriptor), (OTHER, other)]).ring(1)
+        assert not readable(descriptor)
+        assert readable(other)
+    finally:
+        os.close(other)
+
+
+def test_time_runs_out(words: memoryview, descriptor: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        Waiter(words, FLAG, descriptor).wait(lambda: False, began + 0.02)
+    assert 0.02 <= time.monotonic() - began < 1
+    assert words[FLAG] == 0
+
+
+def test_a_lost_ring_costs_milliseconds(words: memoryview, descriptor: int) -> None:
+    def lose() -> None:
+        words[COUNT] = 1
+
+    thread = when_asleep(words, lose)
+    Waiter(words, FLAG, descriptor).wait(lambda: words[COUNT] == 1, soon())
+    thread.join()
+    assert FIRST_SLEEP <= 0.001
+
+
+def test_another_thread_makes_it_look(words: memoryview, descriptor: int) -> None:
+    waiter, is_over = Waiter(words, FLAG, descriptor), False
+
+    def is_ready() -> bool:
+        if is_over:
+            raise InterruptedError("over")
+        return False
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        waiter.wake()
+
+    thread = when_asleep(words, end)
+    with pytest.raises(InterruptedError, match="over"):
+        waiter.wait(is_ready, soon())
+    thread.join()
+    assert words[FLAG] == 0
+
+
+def test_who_is_gone_is_named(words: memoryview, descriptor: int) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        waiter = Waiter(words, FLAG, descriptor, [ours.fileno()])
+        thread = when_asleep(words, theirs.close)
+        with pytest.raises(Gone) as caught:
+            waiter.wait(lambda: False, soon())
+        thread.join()
+        assert caught.value.descriptors == (ours.fileno(),)
+        # What it rang before it went still counts.
+        words[COUNT] = 1
+        waiter.wait(lambda: words[COUNT] == 1, soon())
+        late = iter((False, False))
+        waiter.wait(lambda: next(late, True) and not readable(descriptor), soon())
+
+
+def test_a_killed_process_is_named(words: memoryview, descriptor: int) -> None:
+    process = os.fork()
+    if process == 0:
+        signal.pause()
+        os._exit(0)
+    watched = os.pidfd_open(process)
+    try:
+        thread = when_asleep(words, lambda: os.kill(process, signal.SIGKILL))
+        with pytest.raises(Gone) as caught:
+            Waiter(words, FLAG, descriptor, [watched]).wait(lambda: False, soon())
+        thread.join()
+        assert caught.value.descriptors == (watched,)
+    finally:
+        os.close(watched)
+        os.waitpid(process, 0)
+
+
+def test_no_ring_is_lost_between_processes(words: memoryview) -> None:
+    # Each waits now shorter and now longer than it looks before it sleeps.
+    rounds, descriptors = 3000, (make_eventfd(), make_eventfd())
+
+    def side(me: int) -> None:
+        at, flag = (COUNT, OTHER)[me], FLAG + me
+        theirs = (OTHER, COUNT)[me]
+        bell = Bell(words, at, [(FLAG + 1 - me, descriptors[1 - me])])
+        waiter, pauses = Waiter(words, flag, descriptors[me]), random.Random(me)
+        for count in range(1, rounds):
+            bell.ring(count)
+            waiter.wait(lambda count=count: words[theirs] >= count, soon())  # type: ignore[misc]
+            for _ in range(pauses.randrange(0, 60)):
+                os.sched_yield()
+
+    process = os.fork()
+    if process == 0:
+        try:
+            side(1)
+        finally:
+            os._exit(0)
+    try:
+        began = time.monotonic()
+        side(0)
+        # A lost ring costs a millisecond or two: not one in a hundred is.
+        assert time.monotonic() - began < 5
+    finally:
+        os.waitpid(process, 0)
+        for each in descriptors:
+            os.close(each)
+
+
+def test_a_full_eventfd_does_not_block(words: memoryview, descriptor: int) -> None:
+    os.eventfd_write(descriptor, (1 << 64) - 2)
+    waiter = Waiter(words, FLAG, descriptor)
+    waiter.arm()
+    Bell(words, COUNT, [(FLAG, descriptor)]).ring(1)
+    waiter.wake()
+    waiter.drain()
+    assert not readable(descriptor)
+    waiter.drain()
+    waiter.disarm()
+    assert words[FLAG] == 0
+
+
+@pytest.mark.attack
+def test_only_eventfds_are_taken(descriptor: int) -> None:
+    check_eventfd([descriptor])  # the control
+    blocking, pipe = os.eventfd(0), os.pipe()
+    try:
+        for bad in (blocking, *pipe):
+            with pytest.raises(ProtocolError, match="no eventfd"):
+                check_eventfd([descriptor, bad])
+    finally:
+        for each in (blocking, *pipe):
+            os.close(each)
