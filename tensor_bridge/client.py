@@ -14,7 +14,7 @@ import torch
 from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
-from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane
+from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane, sealed_copy
 from tensor_bridge.memory import Payload
 from tensor_bridge.moves import (
     Landing,
@@ -121,6 +121,7 @@ class TensorClient:
         tensor: torch.Tensor,
         *,
         name: str | None = None,
+        shareable: bool = False,
         timeout: float = MOVE_SECONDS,
         progress: ProgressCallback | None = None,
     ) -> TensorRef:
@@ -130,6 +131,9 @@ class TensorClient:
             tensor: any strided tensor on the CPU or a CUDA device, of any type in ``DTYPES``; see
                 ``tensor_bridge.codec`` for what becomes of its layout. Only its own elements move.
             name: for people; at most 128 characters.
+            shareable: have it lie, if the peer runs on this host, in memory that `get` hands over
+                without a copy. This put takes longer for it: see
+                ``tensor_bridge.lanes.shared.sealed``.
             timeout: seconds for all of it.
             progress: called with a `Progress` after each part.
 
@@ -145,15 +149,20 @@ class TensorClient:
         meter = Meter(meta.nbytes, progress)
         upload = secrets.token_hex(16)
 
+        source, is_sealed = tensor, False
+
         async def attempt() -> Stored:
+            nonlocal source, is_sealed
             connection = await self._connected()
-            offer = await self._lanes.offer(connection, meta.nbytes)
+            offer = await self._lanes.offer(connection, meta.nbytes, sealed=shareable)
+            if offer.brings_memory and not is_sealed:
+                source, is_sealed = await sealed_copy(tensor, meta), True
             order = PutOpen(upload, meta, name, offer.names).encode()
             async with await connection.open_stream(PutService.name, order) as stream:
                 accepted = PutAccepted.decode(await stream.reply(), meta.nbytes)
                 meter.resume(accepted.offset)
                 lane = choose_lane(stream, offer, accepted.lane, stall_seconds=self._stall_seconds)
-                await lane.send(Payload(tensor, meta, accepted.offset), meter.sent)
+                await lane.send(Payload(source, meta, accepted.offset), meter.sent)
                 if writes_of(tensor) != writes:
                     raise self._changed("put of a tensor", "it was written to while it was sent")
                 await stream.send_message(Sent(writes).encode())
@@ -204,10 +213,19 @@ class TensorClient:
         self,
         ref: TensorRef,
         *,
+        copy: bool = True,
         timeout: float = MOVE_SECONDS,
         progress: ProgressCallback | None = None,
     ) -> torch.Tensor:
         """Return a copy of the tensor, on the CPU, allocated once. It must be this client's own.
+
+        Args:
+            ref: a tensor of this client's at this peer.
+            copy: without, and if the tensor was put as `shareable`, the two share its memory until
+                one of them writes to it, page by page; neither sees what the other writes. The
+                storage can't be resized then.
+            timeout: seconds for all of it.
+            progress: called with a `Progress` after each part.
 
         Raises:
             NoSuchTensor: it is gone, or another's.
@@ -225,6 +243,7 @@ class TensorClient:
                 object_id=ref.object_id,
                 lanes=self._lanes,
                 stall_seconds=self._stall_seconds,
+                copy=copy,
             )
 
         await self._persist(attempt, "get of a tensor", timeout, lambda: landing.moved)

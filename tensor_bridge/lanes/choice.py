@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tensor_bridge.landing_memory import LandingMemory
 from tensor_bridge.lanes.lane import Lane
 from tensor_bridge.lanes.quic import QuicLane
-from tensor_bridge.lanes.shared import Landing, Link, SharedLane, Sharing
+from tensor_bridge.lanes.shared import Landing, Link, SealedLane, SharedLane, Sharing
 from transport import Connection, Endpoint, ProtocolError, Stream
 
 __all__ = ["NO_LANES", "LaneConfig", "LaneStatus", "Lanes", "Offer", "choose_lane"]
@@ -49,21 +49,30 @@ class Offer:
 
     Args:
         link: the way through shared memory, if there is one.
+        sealed: whether the memory itself may be handed over.
     """
 
-    def __init__(self, link: Link | None = None) -> None:
+    def __init__(self, link: Link | None = None, *, sealed: bool = False) -> None:
         self._link = link
+        self._sealed = sealed
         self._landing: Landing | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """What to offer."""
-        return () if self._link is None else (SharedLane.name,)
+        if self._link is None:
+            return ()
+        return (SealedLane.name, SharedLane.name) if self._sealed else (SharedLane.name,)
 
     @property
     def best(self) -> str | None:
         """What to choose; None for the stream itself."""
         return next(iter(self.names), None)
+
+    @property
+    def brings_memory(self) -> bool:
+        """Whether what is best needs no memory to land in."""
+        return self.best == SealedLane.name
 
     @contextlib.contextmanager
     def landing(self, stream: Stream) -> Iterator[None]:
@@ -87,7 +96,8 @@ class Offer:
             raise ProtocolError(
                 "choice of a lane", peer=stream.peer, why=f"{name!r:.40} was not offered"
             )
-        return SharedLane(stream, self._link, self._landing, stall_seconds=stall_seconds)
+        kind = SealedLane if name == SealedLane.name else SharedLane
+        return kind(stream, self._link, self._landing, stall_seconds=stall_seconds)
 
 
 class Lanes:
@@ -110,17 +120,26 @@ class Lanes:
                 endpoint, max_links=self.config.max_links, is_off=not self.config.shared_memory
             )
 
-    async def offer(self, connection: Connection, nbytes: int) -> Offer:
-        """Return what to offer for a move of `nbytes`; the first large one asks the peer for it."""
+    async def offer(self, connection: Connection, nbytes: int, *, sealed: bool = False) -> Offer:
+        """Return what to offer for a move of `nbytes`; the first large one asks the peer for it.
+
+        With `sealed`, that the memory is handed over itself, too.
+        """
         if self._sharing is None or nbytes < max(1, self.config.shared_from):
             return Offer()
-        return Offer(await self._sharing.meet(connection))
+        return Offer(await self._sharing.meet(connection), sealed=sealed)
 
-    def answer(self, connection: Connection, offered: tuple[str, ...]) -> Offer:
-        """Return what there is here of what the peer has offered."""
+    def answer(
+        self, connection: Connection, offered: tuple[str, ...], *, sealed: bool = False
+    ) -> Offer:
+        """Return what there is here of what the peer has offered.
+
+        The hand-over of memory only with `sealed`.
+        """
         if self._sharing is None or SharedLane.name not in offered:
             return Offer()
-        return Offer(self._sharing.link(connection))
+        sealed = sealed and SealedLane.name in offered
+        return Offer(self._sharing.link(connection), sealed=sealed)
 
     async def meet(self, connection: Connection) -> None:
         """Have it found out now what there is with the peer, and not by the first large move."""

@@ -168,7 +168,9 @@ async def test_memory_that_cannot_be_had_is_given_back(
 
     monkeypatch.setattr("tensor_bridge.landing_memory.allocate", none_left)
     with pytest.raises(QuotaExceeded):
-        await room.land("u", 0)
+        async with room.arrivals.hold(ALICE, "u", META) as arrival:
+            assert arrival.landing is not None
+            arrival.landing.allocate()
     assert (len(room.arrivals), room.store.used()) == (0, (0, 0))
 
 

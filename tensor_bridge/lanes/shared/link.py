@@ -27,8 +27,10 @@ from tensor_bridge.lanes.shared.protocol import (
     IncomingSlots,
     OutgoingSlots,
     PoolMessage,
+    SealedMessage,
     decode_message,
 )
+from tensor_bridge.lanes.shared.sealed import SealedMemory, map_sealed
 from tensor_bridge.lanes.shared.sockets import is_hung_up, send_packet, take_packet
 from transport import ConnectionClosed, ProtocolError
 from transport.readiness import serve_readable
@@ -63,6 +65,52 @@ class Landing:
         self._moved: Callable[[int], object] | None = None
         self._over = anyio.Event()
         self._error: Exception | None = None
+        self._sealed: SealedMemory | None = None
+        self._sealed_bytes: int | None = None
+        self._descriptor: int | None = None
+        """Of sealed memory that came before anybody has said what it has to be."""
+
+    async def take_sealed(self, nbytes: int) -> SealedMemory:
+        """Wait for memory that holds all of the move's `nbytes`, and return it.
+
+        Raises:
+            ConnectionClosed: the link has ended.
+        """
+        self._sealed_bytes = nbytes
+        if self._descriptor is not None:
+            with self._link.checking():
+                self._map(self._descriptor)
+        if self._sealed is None:
+            await self._over.wait()
+        self._link.check()
+        memory, self._sealed = self._sealed, None
+        assert memory is not None
+        return memory
+
+    def hand(self, descriptor: int) -> None:
+        """Take the memory that has come for the move.
+
+        Raises:
+            ProtocolError: it is not as it must be, or not the first.
+        """
+        if self._descriptor is not None or self._over.is_set():
+            raise ProtocolError("shared memory", why="memory for a move that has some")
+        if self._sealed_bytes is None:
+            self._descriptor = os.dup(descriptor)
+        else:
+            self._map(descriptor)
+
+    def _map(self, descriptor: int) -> None:
+        assert self._sealed_bytes is not None
+        self._sealed = map_sealed(descriptor, self._sealed_bytes)
+        self._sealed.keep(descriptor)
+        self._over.set()
+
+    def close(self) -> None:
+        """Let go of what nobody has taken."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     async def fill(self, room: memoryview, moved: Callable[[int], object]) -> None:
         """Fill `room` with what has come and what comes, and tell `moved` of each part.
@@ -279,6 +327,19 @@ class Link:
         if sending.error is not None:
             raise sending.error
 
+    def hand_over(self, descriptor: int, move: int) -> None:
+        """Give the other end a descriptor of memory that holds all bytes of a move.
+
+        Raises:
+            ConnectionClosed: the link has ended, or takes nothing now.
+        """
+        self.check()
+        try:
+            send_packet(self._sock, SealedMessage(move).encode(), descriptor)
+        except OSError as error:
+            self.end(error.strerror or _GONE)
+            self.check()
+
     def lend(self, data: memoryview, move: int) -> None:
         """Copy `data` into a free slot, and lend it to the other end.
 
@@ -323,6 +384,7 @@ class Link:
             yield landing
         finally:
             self._landings.pop(move, None)
+            landing.close()
             while (message := landing.arrivals.next()) is not None:
                 self._give(message.slot)
 
@@ -375,9 +437,6 @@ class Link:
 
     def _take_packet(self) -> int:
         """Take one packet; return how many bytes were copied for it."""
-        if self._incoming is not None:
-            # Descriptors that a packet brings now, the kernel closes.
-            return self._take(self._sock.recv(_LONGEST), None)
         with take_packet(self._sock) as (data, descriptor):
             return self._take(data, descriptor)
 
@@ -385,17 +444,23 @@ class Link:
         if not data:
             raise ConnectionResetError(0, _GONE)
         message = decode_message(data)
-        if (descriptor is not None) != isinstance(message, PoolMessage):
-            raise ProtocolError("shared memory", why="a pool and a descriptor come together")
+        if (descriptor is not None) != isinstance(message, PoolMessage | SealedMessage):
+            raise ProtocolError("shared memory", why="memory and a descriptor come together")
         match message:
             case PoolMessage(slot_bytes=slot_bytes):
                 assert descriptor is not None
+                if self._theirs is not None:
+                    raise ProtocolError("shared memory", why="a second pool")
                 self._theirs = map_pool(descriptor, slot_bytes)
                 self._incoming = IncomingSlots(self._theirs.count, slot_bytes)
             case FilledMessage():
                 return self._arrived(message)
             case GivenMessage(slot=slot):
                 self._outgoing.given(slot)
+            case SealedMessage(move=move):
+                assert descriptor is not None
+                if move in self._landings:  # else it was given up here
+                    self._landings[move].hand(descriptor)
         return 0
 
     def _arrived(self, message: FilledMessage) -> int:
@@ -468,13 +533,12 @@ class Link:
         for pool in (self._ours, self._theirs):
             if pool is not None:
                 pool.close()
+        for landing in self._landings.values():
+            landing.close()
         self._unsent.clear()
 
 
 _GONE = "the process at the other end has closed it"
-
-_LONGEST = 64
-"""Longer packets than any there is, for them to show as such."""
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 

@@ -20,7 +20,7 @@ from transport import ProtocolError
 if sys.platform == "linux":
     import fcntl
 
-__all__ = ["Pool", "make_pool", "map_pool"]
+__all__ = ["Pool", "anonymous_memory", "device_of_memory", "make_pool", "map_pool"]
 
 
 class Pool:
@@ -60,7 +60,7 @@ def make_pool(count: int, slot_bytes: int) -> tuple[Pool, int]:
     Raises:
         OSError: the system has no such memory, or no more.
     """
-    descriptor = _memory()
+    descriptor = anonymous_memory()
     try:
         os.ftruncate(descriptor, count * slot_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
@@ -81,7 +81,7 @@ def map_pool(descriptor: int, slot_bytes: int) -> Pool:
         OSError: it can't be mapped.
     """
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_dev != _device() or found.st_nlink:
+    if not stat.S_ISREG(found.st_mode) or found.st_dev != device_of_memory() or found.st_nlink:
         raise _refused("a descriptor that is not of anonymous memory")
     if found.st_uid != os.geteuid():
         raise _refused("memory of another user")
@@ -93,7 +93,8 @@ def map_pool(descriptor: int, slot_bytes: int) -> Pool:
     return Pool(mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ), slot_bytes)
 
 
-def _memory() -> int:
+def anonymous_memory() -> int:
+    """Return a descriptor of new, empty memory without a name, which can be sealed."""
     return os.memfd_create("quicmesh", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
@@ -102,12 +103,12 @@ def _seals() -> int:
 
 
 @functools.cache
-def _device() -> int:
+def device_of_memory() -> int:
     """Return the device that all anonymous memory is on; that of huge pages is on another.
 
     Of those there may be too few at any access, which kills whoever makes it.
     """
-    descriptor = _memory()
+    descriptor = anonymous_memory()
     try:
         return os.fstat(descriptor).st_dev
     finally:
