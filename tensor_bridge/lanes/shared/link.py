@@ -18,6 +18,7 @@ import anyio
 import anyio.lowlevel
 
 from auth import PeerIdentity
+from tensor_bridge.lanes.shared.calls import RINGS, Calls, Serve, make_rings, take_rings
 from tensor_bridge.lanes.shared.pool import Pool, make_pool, map_pool
 from tensor_bridge.lanes.shared.protocol import (
     MAX_SLOTS,
@@ -27,6 +28,7 @@ from tensor_bridge.lanes.shared.protocol import (
     IncomingSlots,
     OutgoingSlots,
     PoolMessage,
+    RingsMessage,
     SealedMessage,
     decode_message,
 )
@@ -200,14 +202,25 @@ class Link:
         sock: connected to the other process, who has proved itself; the link closes it.
         peer: who is there.
         process: its process id.
+        serve: serves calls of the peer; without it, calls don't go by the link.
     """
 
-    def __init__(self, sock: socket.socket, peer: PeerIdentity, process: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: PeerIdentity,
+        process: int,
+        serve: Serve | None = None,
+    ) -> None:
         self.peer = peer
         self.process = process
         """Its process id, as the kernel tells it."""
         self.why_ended: str | None = None
         """Why it can't be used any more; None while it can."""
+        self.calls: Calls | None = None
+        """The calls between the two, once they go by the link."""
+        self._serve = serve
+        self._rings: list[int] = []
         self._sock = sock
         self._scope = anyio.CancelScope()
         self._ours: Pool | None = None
@@ -230,13 +243,36 @@ class Link:
         try:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
+                    self._tasks = tasks
                     tasks.start_soon(self._send_on)
+                    if self.calls is not None:
+                        tasks.start_soon(self._run_calls, self.calls)
                     with contextlib.suppress(ConnectionClosed):
                         await serve_readable(self._sock, self._turn)
                     tasks.cancel_scope.cancel()
         finally:
             self.end("this node is closing")
             self._close()
+
+    def offer_calls(self) -> None:
+        """Make what calls go by, and give it to the other end. One of the two does, before `run`.
+
+        Without memory for it, calls take streams as ever.
+        """
+        assert self._serve is not None
+        try:
+            self.calls, descriptors = make_rings(self.peer, self._serve)
+        except OSError as error:
+            _log.warning("no memory for calls of %s: %s", self.peer, error.strerror)
+            return
+        try:
+            for part, descriptor in enumerate(descriptors):
+                send_packet(self._sock, RingsMessage(part).encode(), descriptor)
+        except OSError as error:
+            self.end(error.strerror or _GONE)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def end(self, why: str) -> None:
         """End the link: its moves fail at once, and `run` returns. May be repeated."""
@@ -287,6 +323,9 @@ class Link:
         """Close, in a forked child, what it has inherited: the link is the parent's."""
         self.why_ended = "it belongs to the process that this one was forked from"
         self._watchers.clear()
+        if self.calls is not None:
+            self.calls.release()
+            self.calls = None
         self._close()
 
     # -- sending
@@ -444,7 +483,9 @@ class Link:
         if not data:
             raise ConnectionResetError(0, _GONE)
         message = decode_message(data)
-        if (descriptor is not None) != isinstance(message, PoolMessage | SealedMessage):
+        if (descriptor is not None) != isinstance(
+            message, PoolMessage | SealedMessage | RingsMessage
+        ):
             raise ProtocolError("shared memory", why="memory and a descriptor come together")
         match message:
             case PoolMessage(slot_bytes=slot_bytes):
@@ -461,7 +502,23 @@ class Link:
                 assert descriptor is not None
                 if move in self._landings:  # else it was given up here
                     self._landings[move].hand(descriptor)
+            case RingsMessage(part=part):
+                assert descriptor is not None
+                self._take_ring(part, descriptor)
         return 0
+
+    def _take_ring(self, part: int, descriptor: int) -> None:
+        if self._serve is None or self.calls is not None or part != len(self._rings):
+            raise ProtocolError("shared memory", why="rings that nobody waits for")
+        self._rings.append(os.dup(descriptor))
+        if len(self._rings) == RINGS:
+            self.calls = take_rings(self._rings, self.peer, self._serve)
+            self._close_rings()
+            self._tasks.start_soon(self._run_calls, self.calls)
+
+    async def _run_calls(self, calls: Calls) -> None:
+        with self.checking():
+            await calls.run()
 
     def _arrived(self, message: FilledMessage) -> int:
         if self._incoming is None:
@@ -528,8 +585,15 @@ class Link:
                 for packet in unsent:
                     self._post(packet)
 
+    def _close_rings(self) -> None:
+        while self._rings:
+            os.close(self._rings.pop())
+
     def _close(self) -> None:
         self._sock.close()
+        self._close_rings()
+        if self.calls is not None:
+            self.calls.close()
         for pool in (self._ours, self._theirs):
             if pool is not None:
                 pool.close()

@@ -7,6 +7,7 @@ the socket is one message:
     pool     the sender's memory, as a descriptor beside it, is cut into slots of `slot_bytes`
     filled   slot `slot` holds the next `length` bytes of move `move`
     given    slot `slot` is free again
+    rings    a descriptor of those that calls go by (see `calls`), in order
     sealed   the memory, as a descriptor beside it, holds all bytes of move `move`
 
 A move is called by the id of the QUIC stream that it was agreed on. Whatever comes from the other
@@ -33,6 +34,7 @@ __all__ = [
     "Message",
     "OutgoingSlots",
     "PoolMessage",
+    "RingsMessage",
     "SealedMessage",
     "decode_message",
 ]
@@ -47,7 +49,7 @@ _FORM = struct.Struct(">BBHIQ")
 MAX_MESSAGE = _FORM.size
 """Bytes of a message."""
 
-_POOL, _FILLED, _GIVEN, _SEALED = 1, 2, 3, 4
+_POOL, _FILLED, _GIVEN, _SEALED, _RINGS = 1, 2, 3, 4, 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +98,18 @@ class SealedMessage:
         return _FORM.pack(_SEALED, 0, 0, 0, self.move)
 
 
-Message = PoolMessage | FilledMessage | GivenMessage | SealedMessage
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingsMessage:
+    """The descriptor beside this is the `part`-th of the rings that calls go by."""
+
+    part: int
+
+    def encode(self) -> bytes:
+        """Return the message as it travels."""
+        return _FORM.pack(_RINGS, 0, self.part, 0, 0)
+
+
+Message = PoolMessage | FilledMessage | GivenMessage | SealedMessage | RingsMessage
 
 
 def decode_message(data: bytes) -> Message:
@@ -117,6 +130,8 @@ def decode_message(data: bytes) -> Message:
             return GivenMessage(slot)
         case (4, 0, 0, 0, _):
             return SealedMessage(move)
+        case (5, 0, _, 0, 0):
+            return RingsMessage(slot)
     raise _broken("a message of no known kind or with a field out of bounds")
 
 
