@@ -113,7 +113,7 @@ def test_a_move_takes_what_it_has_and_not_a_byte_more(
         bytes(15),
         bytes(17),
         bytes(16),
-        b"\5" + bytes(15),
+        b"\6" + bytes(15),
         PoolMessage(0).encode(),
         PoolMessage(MAX_SLOT_BYTES + 1).encode(),
         FilledMessage(0, 0, 0).encode(),
