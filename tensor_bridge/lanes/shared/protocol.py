@@ -39,8 +39,8 @@ __all__ = [
     "decode_message",
 ]
 
-MAX_SLOT_BYTES = 1 << 20
-"""Largest slot. One is copied in one turn of the event loop: about 0.15 ms."""
+MAX_SLOT_BYTES = 1 << 21
+"""Largest slot. One is copied in one turn of the event loop: about 0.3 ms."""
 
 MAX_SLOTS = 16
 """Most slots of a pool that a peer may have us map."""

@@ -13,6 +13,7 @@ from tensor_bridge import Progress, TensorChanged
 from tensor_bridge.codec import describe
 from tensor_bridge.lanes.shared import Link, SharedLane
 from tensor_bridge.lanes.shared.host import unavailable
+from tensor_bridge.lanes.shared.link import SLOTS
 from tensor_bridge.memory import Payload, tensor_bytes
 from tests.tensor_bridge.nodes import LANES, Node, eventually, node, together
 from tests.tensor_bridge.tensors import filled, same
@@ -161,7 +162,7 @@ async def test_memory_that_is_given_back_amid_a_move_is_not_read(
     with pytest.raises(TensorChanged, match="resized"):
         await at_a.put(tensor, progress=Once(lambda: tensor.untyped_storage().resize_(0)))
     ours = link(client, a)
-    await eventually(lambda: ours._outgoing.free == 8 and not ours._sendings)
+    await eventually(lambda: ours._outgoing.free == SLOTS and not ours._sendings)
     await at_a.put(torch.zeros(5))
     await eventually(lambda: a.is_empty)
 
@@ -182,7 +183,7 @@ async def test_small_moves_do_not_wait_for_large_ones(nodes: tuple[Node, Node, N
             tasks.start_soon(put, f"large {index}", tensor, 2)
         tasks.start_soon(put, "small", torch.zeros(5), 2)
     assert ended[0] == "small"
-    assert link(client, a)._outgoing.free == 8
+    assert link(client, a)._outgoing.free == SLOTS
 
 
 @pytest.mark.parametrize("too_many", [0, 1])

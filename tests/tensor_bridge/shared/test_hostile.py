@@ -19,7 +19,7 @@ import pytest
 
 from auth import PeerIdentity, SecretKey
 from tensor_bridge.lanes.shared.host import unavailable
-from tensor_bridge.lanes.shared.link import MAX_UNSENT, SLOTS, Link
+from tensor_bridge.lanes.shared.link import MAX_UNSENT, Link
 from tensor_bridge.lanes.shared.pool import Pool, make_pool
 from tensor_bridge.lanes.shared.protocol import FilledMessage, GivenMessage, PoolMessage
 from tests.cancelling import process_holdings
@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 SLOT = 1 << 16
+SLOTS = 8
 MOVE = 8
 
 
