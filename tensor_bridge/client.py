@@ -15,8 +15,9 @@ from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
 from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane, sealed_copy
-from tensor_bridge.memory import Payload
+from tensor_bridge.memory import Payload, allocate
 from tensor_bridge.moves import (
+    BROKEN,
     Landing,
     Meter,
     MoveLimits,
@@ -29,7 +30,7 @@ from tensor_bridge.reading import read_into
 from tensor_bridge.serve_create import CREATE_CALL, CreateCall, check_creation, dense_meta
 from tensor_bridge.serve_fetch import FetchService
 from tensor_bridge.serve_put import PutService
-from tensor_bridge.service import DELETE_CALL, INFO_CALL, LIST_CALL, MINT_CALL
+from tensor_bridge.service import DELETE_CALL, INFO_CALL, LIST_CALL, MAP_CALL, MINT_CALL
 from tensor_bridge.store import writes_of
 from tensor_bridge.wire import (
     MAX_ADDRESSES,
@@ -37,6 +38,7 @@ from tensor_bridge.wire import (
     ListCall,
     Listed,
     Listing,
+    MapCall,
     MintCall,
     Minted,
     Moved,
@@ -47,7 +49,7 @@ from tensor_bridge.wire import (
     Stored,
     decode_fetch_answer,
 )
-from transport import CborValue, Connection, Stream, Unreachable, parse_address
+from transport import CborValue, Connection, ServiceUnknown, Stream, Unreachable, parse_address
 
 __all__ = ["TensorClient", "TensorRef"]
 
@@ -234,6 +236,12 @@ class TensorClient:
         """
         self._check(ref)
         meter = Meter(ref.meta.nbytes, progress)
+        if not copy and ref.meta.nbytes:
+            with deadline(timeout, "get of a tensor", peer=self.peer, why="the peer is too slow"):
+                mapped = await self._map(ref)
+            if mapped is not None:
+                meter.arrived(ref.meta.nbytes)
+                return mapped
         landing = Landing(ref.meta, self._lanes.memory, meter.arrived)
 
         async def attempt() -> None:
@@ -243,7 +251,6 @@ class TensorClient:
                 object_id=ref.object_id,
                 lanes=self._lanes,
                 stall_seconds=self._stall_seconds,
-                copy=copy,
             )
 
         await self._persist(attempt, "get of a tensor", timeout, lambda: landing.moved)
@@ -374,6 +381,22 @@ class TensorClient:
             if minted.meta != ref.meta:
                 raise self._changed("copy of a tensor", "it has another type or shape by now")
             yield minted, stream
+
+    async def _map(self, ref: TensorRef) -> torch.Tensor | None:
+        """Return the tensor in memory that the peer hands over, None if that is not to be had."""
+
+        async def ask(move: int) -> bool:
+            answer = await connection.call(MAP_CALL, MapCall(ref.object_id, move).encode())
+            if answer is not None and Listed.decode(answer).meta != ref.meta:
+                raise self._changed("get of a tensor", "it has another type or shape by now")
+            return answer is not None
+
+        try:
+            connection = await self._connected()
+            storage = await self._lanes.take_over(connection, ref.meta.nbytes, ask)
+        except (*BROKEN, ServiceUnknown):
+            return None  # it is copied, by whatever way there is now
+        return None if storage is None else allocate(ref.meta, storage)
 
     async def _call(self, name: str, body: CborValue, timeout: float) -> CborValue:
         connection = await self._connected()

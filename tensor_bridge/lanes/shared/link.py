@@ -72,6 +72,11 @@ class Landing:
         self._descriptor: int | None = None
         """Of sealed memory that came before anybody has said what it has to be."""
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether sealed memory has come that nobody has taken."""
+        return self._descriptor is not None
+
     async def take_sealed(self, nbytes: int) -> SealedMemory:
         """Wait for memory that holds all of the move's `nbytes`, and return it.
 
@@ -82,6 +87,7 @@ class Landing:
         if self._descriptor is not None:
             with self._link.checking():
                 self._map(self._descriptor)
+            self.close()
         if self._sealed is None:
             await self._over.wait()
         self._link.check()
@@ -309,6 +315,14 @@ class Link:
                 why=f"the memory shared with it is given up: {self.why_ended}",
                 fix="Try again: it goes over QUIC then.",
             )
+
+    def take_what_is_there(self) -> None:
+        """Take packets now that have come already, as far as one turn goes.
+
+        Raises:
+            ConnectionClosed: the link has ended.
+        """
+        self._turn()
 
     @contextlib.contextmanager
     def watched(self, tell: Callable[[], object]) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 from tensor_bridge import TensorClient
 from tensor_bridge.lanes.shared import sealed
 from tensor_bridge.lanes.shared.host import unavailable
-from tensor_bridge.lanes.shared.lane import SealedLane
+from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.lanes.shared.pool import anonymous_memory
 from tensor_bridge.lanes.shared.protocol import SealedMessage
 from tensor_bridge.lanes.shared.sealed import Writer, map_sealed, sealed_memory
@@ -220,13 +220,13 @@ async def pair() -> AsyncIterator[tuple[Node, Node, TensorClient]]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note each tensor that is handed over."""
     seen: list[str] = []
-    handing = SealedLane._send
+    handing = Link.hand_over
 
-    async def send(self: SealedLane, *arguments: object) -> None:
+    def hand_over(self: Link, descriptor: int, move: int) -> None:
         seen.append("handed")
-        await handing(self, *arguments)  # type: ignore[arg-type]
+        handing(self, descriptor, move)
 
-    monkeypatch.setattr(SealedLane, "_send", send)
+    monkeypatch.setattr(Link, "hand_over", hand_over)
     return seen
 
 
@@ -261,6 +261,30 @@ async def test_a_tensor_is_put_once_and_mapped_by_many(
         del stored
         assert same(other, tensor)
         await eventually(lambda: a.is_empty and client.is_empty)
+
+
+async def test_a_map_is_asked_for_by_the_owner_alone() -> None:
+    from tensor_bridge import NoSuchTensor
+    from tensor_bridge.wire import FIRST_MOVE, MapCall
+
+    shared = LANES["shared-memory"]
+    async with together(*(node(lanes=shared) for _ in range(3))) as (a, b, client):
+        at_a = await client.client(a)
+        ref = await at_a.put(filled((SIZE,), torch.uint8), shareable=True)
+        connection = await b.connection(a)
+        await b.lanes.meet(connection)
+        with pytest.raises(NoSuchTensor):
+            await connection.call("tensor.map", MapCall(ref.object_id, FIRST_MOVE).encode())
+        with pytest.raises(ProtocolError, match="move"):
+            await connection.call("tensor.map", {"object": ref.object_id, "move": 8})
+
+
+async def test_a_map_waits_for_memory_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (_, _client, at_a):
+        tensor = filled((SIZE,), torch.uint8)
+        ref = await at_a.put(tensor, shareable=True)
+        monkeypatch.setattr(Link, "take_what_is_there", lambda self: None)
+        assert same(await at_a.get(ref, copy=False), tensor)
 
 
 async def test_what_was_written_to_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,9 +373,10 @@ async def test_foreign_memory_ends_the_lane_and_the_move_goes_on(
         ref = await at_a.put(tensor, shareable=True)
         ours = link(client, a)
         foreign = memory(seals=SEALS & ~fcntl.F_SEAL_WRITE)
-        from tensor_bridge.lanes.shared import lane
-
-        monkeypatch.setattr(lane, "kept_memory", lambda *_: foreign)
+        handing = Link.hand_over
+        monkeypatch.setattr(
+            Link, "hand_over", lambda self, descriptor, move: handing(self, foreign, move)
+        )
         if way == "put":
             ref = await at_a.put(tensor, shareable=True)
             assert same(a.store.get(ref.object_id).tensor, tensor)
