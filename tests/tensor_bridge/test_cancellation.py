@@ -304,6 +304,25 @@ async def get_together(m: Moves) -> AsyncIterator[Operation]:
         yield run
 
 
+@covers("tensor_bridge.Lanes.take_over", stride=2)
+async def handed_over(m: Moves) -> AsyncIterator[Operation]:
+    async with together(*(node(lanes=LANES["shared-memory"]) for _ in range(2))) as (one, other):
+        client, tensor = await one.client(other), filled((5000,), torch.uint8)
+        ref = await client.put(tensor, shareable=True)
+
+        async def run() -> None:
+            assert same(await client.get(ref, copy=False), tensor)
+
+        yield run
+        await eventually(lambda: not any(each for each in _landings(one)))
+
+
+def _landings(own: Node) -> list[object]:
+    sharing = own.lanes._sharing
+    assert sharing is not None
+    return [pair.link._landings for pair in sharing._pairs.values() if pair.link is not None]
+
+
 @covers("transport.Endpoint.answer", stride=2)
 async def carried_call(m: Moves) -> AsyncIterator[Operation]:
     async def echo(incoming: Incoming) -> CborValue:
