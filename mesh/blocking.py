@@ -284,11 +284,14 @@ class Peer:
         tensor: torch.Tensor,
         name: str | None = None,
         *,
+        shareable: bool = False,
         timeout: float = MOVE_TIMEOUT,
         progress: ProgressCallback | None = None,
     ) -> TensorRef:
         """Copy a tensor into the peer's memory; see `mesh.Peer.put`."""
-        put = partial(self._peer.put, tensor, name, timeout=timeout, progress=progress)
+        put = partial(
+            self._peer.put, tensor, name, shareable=shareable, timeout=timeout, progress=progress
+        )
         return TensorRef(self._node, self, self._node.run(put))
 
     def create(
@@ -346,10 +349,15 @@ class TensorRef:
         return f"<mesh.blocking.TensorRef at {self.peer.label}>"
 
     def get(
-        self, *, timeout: float = MOVE_TIMEOUT, progress: ProgressCallback | None = None
+        self,
+        *,
+        copy: bool = True,
+        timeout: float = MOVE_TIMEOUT,
+        progress: ProgressCallback | None = None,
     ) -> torch.Tensor:
         """Fetch a copy of the tensor; see `mesh.TensorRef.get`."""
-        return self._node.run(partial(self._ref.get, timeout=timeout, progress=progress))
+        get = partial(self._ref.get, copy=copy, timeout=timeout, progress=progress)
+        return self._node.run(get)
 
     def copy_to(
         self,

@@ -14,9 +14,10 @@ import torch
 from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
-from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane
-from tensor_bridge.memory import Payload
+from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane, sealed_copy
+from tensor_bridge.memory import Payload, allocate
 from tensor_bridge.moves import (
+    BROKEN,
     Landing,
     Meter,
     MoveLimits,
@@ -29,7 +30,7 @@ from tensor_bridge.reading import read_into
 from tensor_bridge.serve_create import CREATE_CALL, CreateCall, check_creation, dense_meta
 from tensor_bridge.serve_fetch import FetchService
 from tensor_bridge.serve_put import PutService
-from tensor_bridge.service import DELETE_CALL, INFO_CALL, LIST_CALL, MINT_CALL
+from tensor_bridge.service import DELETE_CALL, INFO_CALL, LIST_CALL, MAP_CALL, MINT_CALL
 from tensor_bridge.store import writes_of
 from tensor_bridge.wire import (
     MAX_ADDRESSES,
@@ -37,6 +38,7 @@ from tensor_bridge.wire import (
     ListCall,
     Listed,
     Listing,
+    MapCall,
     MintCall,
     Minted,
     Moved,
@@ -47,7 +49,7 @@ from tensor_bridge.wire import (
     Stored,
     decode_fetch_answer,
 )
-from transport import CborValue, Connection, Stream, Unreachable, parse_address
+from transport import CborValue, Connection, ServiceUnknown, Stream, Unreachable, parse_address
 
 __all__ = ["TensorClient", "TensorRef"]
 
@@ -121,6 +123,7 @@ class TensorClient:
         tensor: torch.Tensor,
         *,
         name: str | None = None,
+        shareable: bool = False,
         timeout: float = MOVE_SECONDS,
         progress: ProgressCallback | None = None,
     ) -> TensorRef:
@@ -130,6 +133,9 @@ class TensorClient:
             tensor: any strided tensor on the CPU or a CUDA device, of any type in ``DTYPES``; see
                 ``tensor_bridge.codec`` for what becomes of its layout. Only its own elements move.
             name: for people; at most 128 characters.
+            shareable: have it lie, if the peer runs on this host, in memory that `get` hands over
+                without a copy. This put takes longer for it: see
+                ``tensor_bridge.lanes.shared.sealed``.
             timeout: seconds for all of it.
             progress: called with a `Progress` after each part.
 
@@ -145,15 +151,20 @@ class TensorClient:
         meter = Meter(meta.nbytes, progress)
         upload = secrets.token_hex(16)
 
+        source, is_sealed = tensor, False
+
         async def attempt() -> Stored:
+            nonlocal source, is_sealed
             connection = await self._connected()
-            offer = await self._lanes.offer(connection, meta.nbytes)
+            offer = await self._lanes.offer(connection, meta.nbytes, sealed=shareable)
+            if offer.brings_memory and not is_sealed:
+                source, is_sealed = await sealed_copy(tensor, meta), True
             order = PutOpen(upload, meta, name, offer.names).encode()
             async with await connection.open_stream(PutService.name, order) as stream:
                 accepted = PutAccepted.decode(await stream.reply(), meta.nbytes)
                 meter.resume(accepted.offset)
                 lane = choose_lane(stream, offer, accepted.lane, stall_seconds=self._stall_seconds)
-                await lane.send(Payload(tensor, meta, accepted.offset), meter.sent)
+                await lane.send(Payload(source, meta, accepted.offset), meter.sent)
                 if writes_of(tensor) != writes:
                     raise self._changed("put of a tensor", "it was written to while it was sent")
                 await stream.send_message(Sent(writes).encode())
@@ -204,10 +215,19 @@ class TensorClient:
         self,
         ref: TensorRef,
         *,
+        copy: bool = True,
         timeout: float = MOVE_SECONDS,
         progress: ProgressCallback | None = None,
     ) -> torch.Tensor:
         """Return a copy of the tensor, on the CPU, allocated once. It must be this client's own.
+
+        Args:
+            ref: a tensor of this client's at this peer.
+            copy: without, and if the tensor was put as `shareable`, the two share its memory until
+                one of them writes to it, page by page; neither sees what the other writes. The
+                storage can't be resized then.
+            timeout: seconds for all of it.
+            progress: called with a `Progress` after each part.
 
         Raises:
             NoSuchTensor: it is gone, or another's.
@@ -216,6 +236,12 @@ class TensorClient:
         """
         self._check(ref)
         meter = Meter(ref.meta.nbytes, progress)
+        if not copy and ref.meta.nbytes:
+            with deadline(timeout, "get of a tensor", peer=self.peer, why="the peer is too slow"):
+                mapped = await self._map(ref)
+            if mapped is not None:
+                meter.arrived(ref.meta.nbytes)
+                return mapped
         landing = Landing(ref.meta, self._lanes.memory, meter.arrived)
 
         async def attempt() -> None:
@@ -355,6 +381,22 @@ class TensorClient:
             if minted.meta != ref.meta:
                 raise self._changed("copy of a tensor", "it has another type or shape by now")
             yield minted, stream
+
+    async def _map(self, ref: TensorRef) -> torch.Tensor | None:
+        """Return the tensor in memory that the peer hands over, None if that is not to be had."""
+
+        async def ask(move: int) -> bool:
+            answer = await connection.call(MAP_CALL, MapCall(ref.object_id, move).encode())
+            if answer is not None and Listed.decode(answer).meta != ref.meta:
+                raise self._changed("get of a tensor", "it has another type or shape by now")
+            return answer is not None
+
+        try:
+            connection = await self._connected()
+            storage = await self._lanes.take_over(connection, ref.meta.nbytes, ask)
+        except (*BROKEN, ServiceUnknown):
+            return None  # it is copied, by whatever way there is now
+        return None if storage is None else allocate(ref.meta, storage)
 
     async def _call(self, name: str, body: CborValue, timeout: float) -> CborValue:
         connection = await self._connected()

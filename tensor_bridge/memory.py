@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -115,6 +115,12 @@ class Payload:
         if self._address is None or self.nbytes <= 0 or not self.is_intact():
             return None
         return _span(self._tensor, self._address + self._offset, self.nbytes)
+
+    def sealed_by(self, look: Callable[[torch.Tensor, int], int | None]) -> int | None:
+        """Return the descriptor that `look` finds for the tensor, if all of it is to be sent."""
+        if self._address is None or self._offset or not self.is_intact():
+            return None
+        return look(self._tensor, self._meta.nbytes)
 
     def is_intact(self) -> bool:
         """Whether the tensor's memory is still where it was, and as long."""

@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import anyio
+import torch
 
 from auth import MeshError
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.landing_memory import LandingMemory
-from tensor_bridge.memory import tensor_bytes
+from tensor_bridge.memory import allocate, tensor_bytes
 from transport import (
     Backoff,
     CborValue,
@@ -124,7 +125,7 @@ class Meter:
 
 
 class Landing:
-    """Memory that a tensor's bytes land in, allocated once, and how many of them have.
+    """Memory that a tensor's bytes land in, allocated once and as late as can be; how many have.
 
     Args:
         meta: what lands.
@@ -133,7 +134,6 @@ class Landing:
 
     Attributes:
         meta: what lands.
-        tensor: where; its content is meaningless until the last byte.
         moved: bytes that have landed, from the start and without a gap.
         version: the source's version that they are of, None before the first try.
     """
@@ -145,16 +145,40 @@ class Landing:
         moved: Callable[[int], object] | None = None,
     ) -> None:
         self.meta = meta
-        self.tensor = memory.allocate(meta)
         self.moved = 0
         self.version: int | None = None
-        self._room = tensor_bytes(self.tensor)
+        self._memory = memory
+        self._tensor: torch.Tensor | None = None
         self._tell = moved
 
     @property
+    def tensor(self) -> torch.Tensor:
+        """Where it lands; its content is meaningless until the last byte.
+
+        Raises:
+            QuotaExceeded: it is allocated now, and this machine has no room for it.
+        """
+        if self._tensor is None:
+            self._tensor = self._memory.allocate(self.meta)
+        return self._tensor
+
+    def allocate(self) -> None:
+        """Have memory now. Raises as `tensor`."""
+        self.room  # noqa: B018
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are still to come."""
+        return self.meta.nbytes - self.moved
+
+    @property
     def room(self) -> memoryview:
-        """The bytes that are still to come."""
-        return self._room[self.moved :]
+        """Memory for the bytes that are still to come. Raises as `tensor`."""
+        return tensor_bytes(self.tensor)[self.moved :]
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        """Take memory that holds all of the bytes already, in place of what was allocated."""
+        self._tensor = allocate(self.meta, storage)
 
     def advance(self, nbytes: int) -> None:
         """Count `nbytes` more as landed."""

@@ -20,14 +20,17 @@ async def read_into(
     token: bytes | None = None,
     lanes: Lanes,
     stall_seconds: float,
+    copy: bool = True,
 ) -> None:
     """Read what is still missing in `landing` from the peer of `connection`, and acknowledge it.
+
+    Without `copy`, memory that the peer hands over may take the place of the landing's own.
 
     Raises:
         TensorChanged: the tensor at the peer is not, or no longer, what has landed so far.
         MeshError: the peer refused, or the link broke; in the latter case it can be called again.
     """
-    offer = await lanes.offer(connection, len(landing.room))
+    offer = await lanes.offer(connection, landing.nbytes, sealed=not copy and not landing.moved)
     order = ReadOpen(object_id, token, landing.moved, landing.version, offer.names)
     stream = await connection.open_stream(ReadService.name, order.encode())
     # The landing at once: what comes by another lane may be here before the answer.
@@ -38,7 +41,7 @@ async def read_into(
                 raise _changed("it has another type, shape or layout than announced", connection)
             landing.version = accepted.version
             lane = choose_lane(stream, offer, accepted.lane, stall_seconds=stall_seconds)
-            await lane.receive(landing.room, landing.advance)
+            await lane.receive(landing)
             if Sent.decode(await receive_message(stream)).version != accepted.version:
                 raise _changed("it was written to while it was read", connection)
             await stream.send_message(Received(landing.meta.nbytes).encode())

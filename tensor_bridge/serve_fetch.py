@@ -77,6 +77,8 @@ class FetchService:
         async with self._arrivals.hold(
             owner, order.upload, order.meta, name=order.name, quotas=incoming.grant.quotas
         ) as arrival:
+            if arrival.landing is not None:
+                arrival.landing.allocate()  # before anybody is dialled
             await stream.send_reply(Moved(arrival.moved).encode())
             failure = None
             if arrival.landing is not None:

@@ -31,10 +31,14 @@ class PutService:
         """
         order = PutOpen.decode(incoming.value)
         owner, stream = incoming.peer.node_id, incoming.stream
-        offer = self._lanes.answer(incoming.connection, order.lanes)
         async with self._arrivals.hold(
             owner, order.upload, order.meta, name=order.name, quotas=incoming.grant.quotas
         ) as arrival:
+            offer = self._lanes.answer(
+                incoming.connection, order.lanes, sealed=arrival.moved == 0 != order.meta.nbytes
+            )
+            if arrival.landing is not None and not offer.brings_memory:
+                arrival.landing.allocate()  # before anything is answered
             with (
                 deadline(
                     self._limits.total, "put of a tensor", peer=incoming.peer, why="it is too slow"
@@ -44,7 +48,7 @@ class PutService:
                 await stream.send_reply(PutAccepted(arrival.moved, offer.best).encode())
                 if arrival.landing is not None:
                     lane = choose_lane(stream, offer, offer.best, stall_seconds=self._limits.stall)
-                    await lane.receive(arrival.landing.room, arrival.landing.advance)
+                    await lane.receive(arrival.landing)
                 Sent.decode(await receive_message(stream))
             await stream.send_message(arrival.keep().encode())
             await settle(stream)

@@ -9,7 +9,7 @@ import anyio
 
 from auth import Claim, MeshError, TokenBook, TokenRefused, TokenState
 from tensor_bridge.errors import NoSuchTensor, TensorChanged
-from tensor_bridge.lanes import Lanes, choose_lane
+from tensor_bridge.lanes import Lanes, choose_lane, sealed_memory
 from tensor_bridge.memory import Payload
 from tensor_bridge.moves import INTERRUPTED, MoveLimits, deadline, receive_message
 from tensor_bridge.store import StoredTensor, TensorStore
@@ -66,14 +66,19 @@ class ReadService:
             raise TensorChanged("read of a tensor", why="it was written to since the first part")
         if order.offset > meta.nbytes:
             raise ProtocolError("read of a tensor", why="the offset is beyond its end")
-        offer = self._lanes.answer(incoming.connection, order.lanes)
+        payload = Payload(stored.tensor, meta, order.offset)
+        offer = self._lanes.answer(
+            incoming.connection,
+            order.lanes,
+            sealed=payload.sealed_by(sealed_memory) is not None,
+        )
         with deadline(
             self._limits.total, "read of a tensor", peer=incoming.peer, why="it is too slow"
         ):
             await stream.send_reply(ReadAccepted(meta, version, offer.best).encode())
             lane = choose_lane(stream, offer, offer.best, stall_seconds=self._limits.stall)
             moved = claim.progress if claim is not None else _ignore
-            await lane.send(Payload(stored.tensor, meta, order.offset), moved)
+            await lane.send(payload, moved)
             await stream.send_message(Sent(stored.version).encode())
             received = Received.decode(await receive_message(stream))
         if received.nbytes != meta.nbytes:

@@ -12,13 +12,23 @@ import anyio
 from auth import Authorizer, MeshError, MintRequest, NodeId, TokenBook, decide
 from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.lanes import NO_LANES, Lanes
+from tensor_bridge.memory import Payload
 from tensor_bridge.moves import INTERRUPTED, MoveLimits, settle
 from tensor_bridge.serve_create import CREATE_CALL, serve_create
 from tensor_bridge.serve_fetch import FetchService
 from tensor_bridge.serve_put import PutService
 from tensor_bridge.serve_read import READ, ReadService
 from tensor_bridge.store import TensorStore
-from tensor_bridge.wire import PAGE, ListCall, Listed, Listing, MintCall, Minted, ObjectCall
+from tensor_bridge.wire import (
+    PAGE,
+    ListCall,
+    Listed,
+    Listing,
+    MapCall,
+    MintCall,
+    Minted,
+    ObjectCall,
+)
 from transport import (
     CborValue,
     Endpoint,
@@ -29,12 +39,13 @@ from transport import (
     PeerRevoked,
 )
 
-__all__ = ["DELETE_CALL", "INFO_CALL", "LIST_CALL", "MINT_CALL", "TensorService"]
+__all__ = ["DELETE_CALL", "INFO_CALL", "LIST_CALL", "MAP_CALL", "MINT_CALL", "TensorService"]
 
 MINT_CALL = "tensor.mint"
 DELETE_CALL = "tensor.delete"
 LIST_CALL = "tensor.list"
 INFO_CALL = "tensor.info"
+MAP_CALL = "tensor.map"
 
 SWEEP_SECONDS = 1.0
 """Between two looks for what has expired. Deadlines are of tens of seconds."""
@@ -75,6 +86,7 @@ class TensorService:
             store, resume_seconds=self.limits.resume, memory=lanes.memory, clock=clock
         )
         self._endpoint = endpoint
+        self._lanes = lanes
         self._authorizer = authorizer
         self._clock = clock
         self._left_at: dict[NodeId, float] = {}
@@ -92,6 +104,7 @@ class TensorService:
         endpoint.register_call(DELETE_CALL, self._delete, scope="tensor:delete")
         endpoint.register_call(LIST_CALL, self._list, scope="tensor:list")
         endpoint.register_call(INFO_CALL, self._info, scope="tensor:list")
+        endpoint.register_call(MAP_CALL, self._map, scope=ReadService.scope)
         endpoint.subscribe(self._observe)
 
     async def __aenter__(self) -> TensorService:
@@ -196,6 +209,15 @@ class TensorService:
     async def _info(self, incoming: Incoming) -> CborValue:
         call = ObjectCall.decode(incoming.value)
         return Listed.of(self.store.owned(call.object_id, incoming.peer.node_id)).encode()
+
+    async def _map(self, incoming: Incoming) -> CborValue:
+        """Hand over the memory of an object, before the answer; nothing is answered without."""
+        call = MapCall.decode(incoming.value)
+        stored = self.store.owned(call.object_id, incoming.peer.node_id)
+        is_handed = self._lanes.hand_over(
+            incoming.connection, Payload(stored.tensor, stored.meta), call.move
+        )
+        return Listed.of(stored).encode() if is_handed else None
 
     async def _list(self, incoming: Incoming) -> CborValue:
         after = ListCall.decode(incoming.value).after or ""

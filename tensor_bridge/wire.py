@@ -8,7 +8,8 @@ exactly its message, before anything is allocated by it.
     read    ReadOpen ->, <- ReadAccepted, <- bytes from the offset asked for, <- Sent, Received ->
             in both, the opener offers lanes for the bytes, and the other side may choose one
     fetch   FetchOpen ->, <- Moved again and again, <- Stored or the error
-    calls   mint: MintCall, Minted; info and delete: ObjectCall, Listed; list: ListCall, Listing
+    calls   mint: MintCall, Minted; info and delete: ObjectCall, Listed; list: ListCall, Listing;
+            map: MapCall, Listed, and the memory by the lane, or nothing
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = [
     "ListCall",
     "Listed",
     "Listing",
+    "FIRST_MOVE",
+    "MapCall",
     "MintCall",
     "Minted",
     "Moved",
@@ -62,6 +65,9 @@ PAGE = 32
 """Most objects in one answer to a listing, so that it fits a frame whatever they are."""
 
 MAX_VERSION = (1 << 64) - 1
+
+FIRST_MOVE = 1 << 62
+"""Smallest number of a move that no stream agreed on: ids of QUIC streams are below."""
 
 MAX_LANES, MAX_LANE = 8, 32
 """Most lanes of an offer, and characters of the name of one."""
@@ -369,6 +375,32 @@ class ObjectCall:
         fields = Fields(value, "object call")
         message = cls(take_id(fields, "object"))
         fields.finish()
+        return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MapCall:
+    """An object of the caller's whose memory is to be handed over as `move`, if it can be.
+
+    `move` is no QUIC stream's id: those are smaller.
+    """
+
+    object_id: str
+    move: int
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {"object": self.object_id, "move": self.move}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "map call")
+        move = fields.integer("move", high=MAX_VERSION)
+        message = cls(take_id(fields, "object"), move)
+        fields.finish()
+        if move < FIRST_MOVE:
+            raise fields.wrong(f"'move' must be at least {FIRST_MOVE}")
         return message
 
 

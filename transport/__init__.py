@@ -9,6 +9,7 @@ anyio.
 from transport.addresses import PeerAddress, format_address, parse_address
 from transport.backoff import Backoff
 from transport.binding import parse_bind
+from transport.carrier import Carrier
 from transport.cbor import CborValue
 from transport.codes import AppCode, decode_error, encode_error
 from transport.config import EndpointConfig
@@ -51,6 +52,7 @@ __all__ = [
     "format_address",
     # what it has with a peer
     "MESH_ALPN",
+    "Carrier",
     "Connection",
     "ConnectionInfo",
     "Stream",

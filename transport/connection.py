@@ -15,6 +15,7 @@ import anyio.abc
 
 from auth import Grant, MeshError, NodeId, PeerIdentity, SocketAddress
 from transport.addresses import format_address
+from transport.carrier import Carrier
 from transport.cbor import CborValue
 from transport.codes import AppCode, decode_error, error_of_code
 from transport.deadlines import Deadlines
@@ -25,7 +26,7 @@ from transport.errors import (
     PeerLost,
     ProtocolError,
 )
-from transport.frames import request_frame
+from transport.frames import LENGTH, request_frame, take_reply
 from transport.protocol import ConnectionCore
 from transport.protocol.events import (
     ConnectionEnded,
@@ -97,6 +98,8 @@ class Connection:
         """Set when TLS is done, or the connection over."""
         self.closed: MeshError | None = None
         """How the connection ended; None while it is open."""
+        self.carrier: Carrier | None = None
+        """Another way for calls to the peer, where there is one."""
 
         self._driver = driver
         self._address = address
@@ -202,23 +205,30 @@ class Connection:
     ) -> CborValue:
         """Send `value` to one of the peer's calls and return its answer.
 
+        It takes a stream, or the connection's `carrier` if that has room for it.
+
         Raises:
             MeshError: what the handler raised, of the same class if it is one of the tree.
             DeadlineExceeded: no answer within `timeout` seconds; the handler is cancelled.
         """
         deadline = time.monotonic() + timeout
         request = request_frame(service, value)
-        stream = await self._open(framed=True, timeout=timeout)
-        stream.expire_at(
-            deadline,
-            lambda: DeadlineExceeded(
+
+        def too_late() -> DeadlineExceeded:
+            return DeadlineExceeded(
                 f"call of {service!r}",
                 peer=self._who(),
                 after=timeout,
                 why="the peer is there but has not answered",
                 fix="Give it more time with timeout=, or look at the peer's log.",
-            ),
-        )
+            )
+
+        if self.carrier is not None and self.is_open:
+            reply = await self._call_by(self.carrier, request[LENGTH.size :], timeout, too_late)
+            if reply is not None:
+                return take_reply(reply, peer=self.peer)
+        stream = await self._open(framed=True, timeout=timeout)
+        stream.expire_at(deadline, too_late)
         async with stream:
             await stream.write_request(request, fin=True)
             return await stream.reply()
@@ -428,6 +438,23 @@ class Connection:
                 self.pump()  # a call that ended well leaves nothing to say
 
     # -- inside
+
+    async def _call_by(
+        self,
+        carrier: Carrier,
+        request: bytes,
+        timeout: float,
+        too_late: Callable[[], DeadlineExceeded],
+    ) -> bytes | None:
+        if len(request) > carrier.most:
+            return None
+        try:
+            with anyio.move_on_after(timeout):
+                return await carrier.call(request)
+        except MeshError:
+            self.raise_if_closed("a call", "answer")
+            raise
+        raise too_late()
 
     async def _open(self, *, framed: bool, timeout: float | None) -> Stream:
         wait = self._stream_timeout if timeout is None else timeout

@@ -282,6 +282,20 @@ class Endpoint:
         """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
         self._services.register_call(name, handler, scope=scope)
 
+    async def answer(self, connection: Connection, request: bytes) -> bytes | None:
+        """Serve a call that came otherwise than on a stream of `connection`, from its peer.
+
+        For a `Carrier`. The peer's grant and the authorizer are asked as for a stream.
+
+        Args:
+            connection: with whom it came from.
+            request: the body of its request frame.
+
+        Returns:
+            The body of the reply frame, also of an error; None for what has to come on a stream.
+        """
+        return await self._services.answer(connection, request)
+
     def register_alpn(self, alpn: str, handler: AlpnHandler) -> None:
         """Serve a protocol of the app's own beside the mesh's, to peers the authorizer admits.
 

@@ -24,6 +24,7 @@ __all__ = [
     "parse_reply",
     "parse_request",
     "request_frame",
+    "take_reply",
 ]
 
 LENGTH = struct.Struct(">I")
@@ -64,6 +65,14 @@ def ok_reply(value: CborValue) -> bytes:
 def error_reply(error: BaseException) -> bytes:
     """Return the reply frame of a service that refuses the stream or has failed."""
     return frame(encode({"err": encode_error(error)}, max_size=MAX_FRAME))
+
+
+def take_reply(body: bytes, *, peer: object) -> CborValue:
+    """Return the value of a reply, or raise the error in it."""
+    reply = parse_reply(body, peer=peer)
+    if isinstance(reply, MeshError):
+        raise reply
+    return reply
 
 
 def parse_reply(body: bytes, *, peer: object) -> CborValue | MeshError:

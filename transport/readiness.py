@@ -27,8 +27,8 @@ import anyio.lowlevel
 __all__ = ["Alarm", "Later", "serve_readable"]
 
 
-async def serve_readable(sock: socket.socket, turn: Callable[[], bool]) -> None:
-    """Call `turn` whenever `sock` can be read, until cancelled.
+async def serve_readable(sock: socket.socket | int, turn: Callable[[], bool]) -> None:
+    """Call `turn` whenever `sock`, or a descriptor, can be read, until cancelled.
 
     A `turn` that returns True is followed by another, whether or not the socket can be read; in
     between, others run. What it raises is raised here.

@@ -15,7 +15,7 @@ from auth.cancellation import is_cancelled
 from transport.cbor import CborValue
 from transport.codes import AppCode
 from transport.errors import ServiceUnknown, TransportError
-from transport.frames import MAX_FRAME, ok_reply, parse_request
+from transport.frames import LENGTH, MAX_FRAME, error_reply, ok_reply, parse_request
 from transport.offers import check_offer
 from transport.stream import Stream
 
@@ -37,8 +37,19 @@ class Incoming:
     peer: PeerIdentity
     grant: Grant
     connection: Connection
-    stream: Stream
-    """The stream it came on. A call's handler leaves it alone."""
+    came_on: Stream | None = None
+    """The stream it came on, if it did; see `stream`."""
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that a service serves. A call's handler leaves it alone.
+
+        Raises:
+            RuntimeError: this is a call, and came by a carrier.
+        """
+        if self.came_on is None:
+            raise RuntimeError(f"the call of {self.service!r} has no stream")
+        return self.came_on
 
 
 StreamHandler = Callable[[Incoming], Awaitable[None]]
@@ -59,6 +70,16 @@ class _Service:
     is_call: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Running:
+    """What is being served, and what it needs to go on."""
+
+    connection: Connection
+    needed: str
+    handling: anyio.CancelScope
+    stream: Stream | None
+
+
 class ServiceTable:
     """Services by name.
 
@@ -75,7 +96,7 @@ class ServiceTable:
         self._request_timeout = request_timeout
         self._authorizer_timeout = authorizer_timeout
         self._services: dict[str, _Service] = {}
-        self._running: dict[Stream, tuple[str, anyio.CancelScope]] = {}
+        self._running: dict[object, _Running] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,20 +131,54 @@ class ServiceTable:
             finally:
                 self._running.pop(stream, None)
 
+    async def answer(self, connection: Connection, body: bytes) -> bytes | None:
+        """Serve a call that came by a carrier: the body of its request in, that of the reply out.
+
+        Everything is asked as for a stream. None for what is no call, and was not begun.
+        """
+        key = object()
+        try:
+            with anyio.CancelScope() as scope:
+                try:
+                    name, value = parse_request(body)
+                    if (offered := self._services.get(name)) is not None and not offered.is_call:
+                        return None
+                    service, request = await self._authorize(connection, name, value, None)
+                    self._running[key] = _Running(connection, service.scope, scope, None)
+                    return _reply_to(request, await service.handler(request))[LENGTH.size :]
+                finally:
+                    self._running.pop(key, None)
+            raise AccessDenied(f"call of {name!r}", why="its scope is not granted any more")
+        except MeshError as error:
+            return error_reply(error)[LENGTH.size :]
+        except Exception as error:
+            _log.exception("the handler of a call of %s failed", connection.peer)
+            return error_reply(error)[LENGTH.size :]
+        except anyio.get_cancelled_exc_class() as error:
+            if await is_cancelled():
+                raise
+            _log.exception(
+                "a handler awaited what was cancelled, for a call of %s", connection.peer
+            )
+            return error_reply(RuntimeError(str(error)))[LENGTH.size :]
+
     def enforce(self, connection: Connection) -> None:
-        """End the streams under way whose scope is no longer granted on `connection`."""
+        """End what is under way and whose scope is no longer granted on `connection`."""
         grant = connection.grant
-        for stream, (needed, handling) in tuple(self._running.items()):
-            if stream.connection is connection and (grant is None or not grant.permits(needed)):
-                stream.reset(AppCode.DENIED)
-                handling.cancel()
+        for running in tuple(self._running.values()):
+            if running.connection is connection and (
+                grant is None or not grant.permits(running.needed)
+            ):
+                if running.stream is not None:
+                    running.stream.reset(AppCode.DENIED)
+                running.handling.cancel()
 
     async def _serve(
         self, connection: Connection, stream: Stream, scope: anyio.CancelScope
     ) -> None:
         try:
             service, request = await self._admit(connection, stream)
-            self._running[stream] = (service.scope, scope)
+            self._running[stream] = _Running(connection, service.scope, scope, stream)
             if service.is_call:
                 await self._answer(service, request, scope)
             else:
@@ -165,6 +220,11 @@ class ServiceTable:
         )
         name, value = parse_request(await stream.receive_request(MAX_FRAME))
         stream.never_expire()
+        return await self._authorize(connection, name, value, stream)
+
+    async def _authorize(
+        self, connection: Connection, name: str, value: CborValue, stream: Stream | None
+    ) -> tuple[_Service, Incoming]:
         grant = connection.grant
         if grant is None:
             raise AccessDenied(f"service {name!r}", why="this node dialled out and serves nobody")
@@ -184,8 +244,11 @@ class ServiceTable:
         stream.on_abandoned(scope.cancel)
         value = await service.handler(request)
         stream.on_abandoned(None)
-        try:
-            reply = ok_reply(value)
-        except MeshError as error:
-            raise TypeError(f"the answer of {request.service!r} can't travel") from error
-        await stream.write_answer(reply)
+        await stream.write_answer(_reply_to(request, value))
+
+
+def _reply_to(request: Incoming, value: CborValue) -> bytes:
+    try:
+        return ok_reply(value)
+    except MeshError as error:
+        raise TypeError(f"the answer of {request.service!r} can't travel") from error

@@ -17,7 +17,8 @@ from tensor_bridge.lanes.choice import (
 )
 from tensor_bridge.lanes.lane import Lane
 from tensor_bridge.lanes.quic import QuicLane
-from tensor_bridge.lanes.shared import SharedLane
+from tensor_bridge.lanes.shared import SealedLane, SharedLane, sealed_copy
+from tensor_bridge.lanes.shared.sealed import sealed_memory
 
 __all__ = [
     "NO_LANES",
@@ -27,6 +28,9 @@ __all__ = [
     "Lanes",
     "Offer",
     "QuicLane",
+    "SealedLane",
     "SharedLane",
     "choose_lane",
+    "sealed_copy",
+    "sealed_memory",
 ]

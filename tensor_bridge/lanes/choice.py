@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+
+import anyio
+import torch
 
 from tensor_bridge.landing_memory import LandingMemory
 from tensor_bridge.lanes.lane import Lane
 from tensor_bridge.lanes.quic import QuicLane
-from tensor_bridge.lanes.shared import Landing, Link, SharedLane, Sharing
+from tensor_bridge.lanes.shared import Landing, Link, SealedLane, SharedLane, Sharing
+from tensor_bridge.lanes.shared.sealed import sealed_memory
+from tensor_bridge.memory import Payload
+from tensor_bridge.wire import FIRST_MOVE
 from transport import Connection, Endpoint, ProtocolError, Stream
 
 __all__ = ["NO_LANES", "LaneConfig", "LaneStatus", "Lanes", "Offer", "choose_lane"]
@@ -49,21 +56,30 @@ class Offer:
 
     Args:
         link: the way through shared memory, if there is one.
+        sealed: whether the memory itself may be handed over.
     """
 
-    def __init__(self, link: Link | None = None) -> None:
-        self._link = link
+    def __init__(self, link: Link | None = None, *, sealed: bool = False) -> None:
+        self.link = link
+        self._sealed = sealed
         self._landing: Landing | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """What to offer."""
-        return () if self._link is None else (SharedLane.name,)
+        if self.link is None:
+            return ()
+        return (SealedLane.name, SharedLane.name) if self._sealed else (SharedLane.name,)
 
     @property
     def best(self) -> str | None:
         """What to choose; None for the stream itself."""
         return next(iter(self.names), None)
+
+    @property
+    def brings_memory(self) -> bool:
+        """Whether what is best needs no memory to land in."""
+        return self.best == SealedLane.name
 
     @contextlib.contextmanager
     def landing(self, stream: Stream) -> Iterator[None]:
@@ -71,10 +87,10 @@ class Offer:
 
         To be entered before the sender can know what was chosen, and left after the last byte.
         """
-        if self._link is None:
+        if self.link is None:
             yield
             return
-        with self._link.landing(stream.stream_id) as self._landing:
+        with self.link.landing(stream.stream_id) as self._landing:
             yield
 
     def lane(self, stream: Stream, name: str, stall_seconds: float) -> Lane:
@@ -83,11 +99,12 @@ class Offer:
         Raises:
             ProtocolError: it was not offered.
         """
-        if self._link is None or name not in self.names:
+        if self.link is None or name not in self.names:
             raise ProtocolError(
                 "choice of a lane", peer=stream.peer, why=f"{name!r:.40} was not offered"
             )
-        return SharedLane(stream, self._link, self._landing, stall_seconds=stall_seconds)
+        kind = SealedLane if name == SealedLane.name else SharedLane
+        return kind(stream, self.link, self._landing, stall_seconds=stall_seconds)
 
 
 class Lanes:
@@ -104,23 +121,79 @@ class Lanes:
     def __init__(self, endpoint: Endpoint | None, config: LaneConfig | None = None) -> None:
         self.config = config or LaneConfig()
         self.memory = LandingMemory(None if endpoint is None else endpoint.start_soon)
+        self._moves = itertools.count()
         self._sharing: Sharing | None = None
         if endpoint is not None:
             self._sharing = Sharing(
                 endpoint, max_links=self.config.max_links, is_off=not self.config.shared_memory
             )
 
-    async def offer(self, connection: Connection, nbytes: int) -> Offer:
-        """Return what to offer for a move of `nbytes`; the first large one asks the peer for it."""
+    async def offer(self, connection: Connection, nbytes: int, *, sealed: bool = False) -> Offer:
+        """Return what to offer for a move of `nbytes`; the first large one asks the peer for it.
+
+        With `sealed`, that the memory is handed over itself, too.
+        """
         if self._sharing is None or nbytes < max(1, self.config.shared_from):
             return Offer()
-        return Offer(await self._sharing.meet(connection))
+        return Offer(await self._sharing.meet(connection), sealed=sealed)
 
-    def answer(self, connection: Connection, offered: tuple[str, ...]) -> Offer:
-        """Return what there is here of what the peer has offered."""
+    def answer(
+        self, connection: Connection, offered: tuple[str, ...], *, sealed: bool = False
+    ) -> Offer:
+        """Return what there is here of what the peer has offered.
+
+        The hand-over of memory only with `sealed`.
+        """
         if self._sharing is None or SharedLane.name not in offered:
             return Offer()
-        return Offer(self._sharing.link(connection))
+        sealed = sealed and SealedLane.name in offered
+        return Offer(self._sharing.link(connection), sealed=sealed)
+
+    def hand_over(self, connection: Connection, payload: Payload, move: int) -> bool:
+        """Hand the memory of a tensor over to the peer, who waits for it as `move`, if it can be.
+
+        Raises:
+            ConnectionClosed: the link with the peer ends now.
+        """
+        link = None if self._sharing is None else self._sharing.link(connection)
+        descriptor = payload.sealed_by(sealed_memory)
+        if link is None or descriptor is None:
+            return False
+        link.hand_over(descriptor, move)
+        return True
+
+    async def take_over(
+        self, connection: Connection, nbytes: int, ask: Callable[[int], Awaitable[bool]]
+    ) -> torch.UntypedStorage | None:
+        """Return memory of `nbytes` that the peer hands over; None if it does not.
+
+        Args:
+            connection: with the peer.
+            nbytes: its size.
+            ask: asks the peer for it as the move of that number; whether it does so.
+
+        Raises:
+            ConnectionClosed: the link with the peer has ended.
+            MeshError: what `ask` raises.
+        """
+        offer = await self.offer(connection, nbytes, sealed=True)
+        if offer.link is None:
+            return None
+        move = FIRST_MOVE + next(self._moves)
+        gone = anyio.Event()
+        with offer.link.landing(move) as landing, offer.link.watched(gone.set):
+            if not await ask(move):
+                return None
+            offer.link.take_what_is_there()  # sent before the answer, on another way
+            if landing.has_memory:
+                return (await landing.take_sealed(nbytes)).storage
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_at, gone, tasks.cancel_scope)
+                storage = (await landing.take_sealed(nbytes)).storage
+                tasks.cancel_scope.cancel()
+                return storage
+        offer.link.check()
+        return None
 
     async def meet(self, connection: Connection) -> None:
         """Have it found out now what there is with the peer, and not by the first large move."""
@@ -135,6 +208,11 @@ class Lanes:
             return LaneStatus(SharedLane.name)
         why = self._sharing.why_not(connection)
         return LaneStatus(QuicLane.name, why or "no move was large enough so far to ask for more")
+
+
+async def _cancel_at(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 NO_LANES = Lanes(None)

@@ -5,9 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from tensor_bridge.memory import Payload
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "Place"]
+
+
+class Place(Protocol):
+    """Where a move's bytes come to lie."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many are still to come."""
+        ...
+
+    @property
+    def room(self) -> memoryview:
+        """Memory for those that are still to come, allocated when this is first asked for."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """Count `nbytes` more as landed."""
+        ...
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        """Take memory that holds all of them already, in place of allocating some."""
+        ...
 
 
 class Lane(Protocol):
@@ -28,6 +52,6 @@ class Lane(Protocol):
         """
         ...
 
-    async def receive(self, room: memoryview, moved: Callable[[int], object]) -> None:
-        """Fill `room` in order, and tell `moved` the size of each part that has landed."""
+    async def receive(self, place: Place) -> None:
+        """Have all that is still to come land in `place`, in order, part by part."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import anyio
 
 from tensor_bridge.errors import TensorChanged
+from tensor_bridge.lanes.lane import Place
 from tensor_bridge.lanes.stalls import Stalls
 from tensor_bridge.memory import Payload
 from transport import BufferGone, Stream, StreamReset
@@ -65,15 +66,15 @@ class QuicLane:
         if stalls.scope.cancelled_caught:
             raise stalls.error(self._stream.peer, "send")
 
-    async def receive(self, room: memoryview, moved: Callable[[int], object]) -> None:
-        """Fill `room`; bytes go from the packets they come in straight to their place.
+    async def receive(self, place: Place) -> None:
+        """Fill the room; bytes go from the packets they come in straight to their place.
 
         Raises:
             DeadlineExceeded: no progress.
             MeshError: the peer or the stream is gone.
         """
-        stalls = Stalls(self._stall_seconds, moved)
+        stalls = Stalls(self._stall_seconds, place.advance)
         with stalls.scope:
-            await self._stream.receive_into(room, stalls.progressed)
+            await self._stream.receive_into(place.room, stalls.progressed)
         if stalls.scope.cancelled_caught:
             raise stalls.error(self._stream.peer, "receive")

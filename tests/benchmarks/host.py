@@ -1,4 +1,4 @@
-"""``host``: tensors put and got between two processes of one host, through memory that they share.
+"""``host``: tensors and calls between two processes of one host, through memory that they share.
 
 All of a move is measured: what is agreed over QUIC, the copies, and the memory that it lands in.
 """
@@ -14,9 +14,10 @@ import anyio
 from auth import SecretKey, allow_any
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready
 from tests.benchmarks.gloo import Gloo
-from tests.benchmarks.harness import Contender, Pipe, Site, obey_async
+from tests.benchmarks.harness import SMALL, Contender, Pipe, Site, obey_async
 from tests.benchmarks.ours import configuration
 from tests.benchmarks.tensorpipe import TensorPipe
+from transport import Incoming
 
 __all__ = ["Moves", "missing", "run"]
 
@@ -25,13 +26,18 @@ MIB = 1 << 20
 NBYTES = 64 * MIB
 GLOO = "gloo (plain TCP)"
 WAYS = ("put", "get")
+HANDED = "quicmesh get, handed over"
+CALL = "quicmesh call"
+TENSORPIPE = "TensorPipe"
+HANDED_SIZES = (MIB, 64 * MIB, 1024 * MIB)
 
 
 class Moves:
     """One contender: tensors moved one way, as a program that uses `mesh` moves them.
 
     Args:
-        way: "put", from the process that orders it to the other, or "get".
+        way: "put", from the process that orders it to the other, "get", or "map": a get of one
+            that lies in memory which is handed over.
         shared_memory: whether the two may share memory; over QUIC, otherwise.
     """
 
@@ -58,6 +64,7 @@ class Moves:
 
     async def _serve(self, pipe: Pipe, site: Site) -> None:
         async with self._node(site, tensors=True) as node:
+            node.endpoint.register_call("echo", _echo, scope="bench")
             pipe.send(node.ticket().encode())
             await anyio.sleep_forever()
 
@@ -65,8 +72,29 @@ class Moves:
         import torch
 
         tensor = torch.zeros(0, dtype=torch.uint8)
+        refs: dict[int, Any] = {}
         async with self._node(site, tensors=False) as node:
             peer = await node.connect(where)
+
+            async def small(count: int) -> list[float]:
+                connection = await peer.connection()
+                if self._shared_memory and connection.carrier is None:
+                    await (await peer.put(torch.ones(MIB))).delete()  # which has them meet
+                trips = []
+                for _ in range(count):
+                    began = time.perf_counter()
+                    await connection.call("echo", SMALL)
+                    trips.append(time.perf_counter() - began)
+                return trips
+
+            async def mapped(nbytes: int) -> float:
+                if nbytes not in refs:
+                    refs[nbytes] = await peer.put(
+                        torch.ones(nbytes, dtype=torch.uint8), shareable=True
+                    )
+                began = time.perf_counter()
+                await refs[nbytes].get(copy=False)
+                return time.perf_counter() - began
 
             async def bulk(nbytes: int) -> float:
                 nonlocal tensor
@@ -81,7 +109,8 @@ class Moves:
                 await ref.delete()
                 return seconds
 
-            await obey_async(pipe, {"bulk": bulk})
+            move = mapped if self._way == "map" else bulk
+            await obey_async(pipe, {"bulk": move, "small": small})
 
     def _node(self, site: Site, *, tensors: bool) -> Any:
         from mesh import Node
@@ -95,11 +124,21 @@ class Moves:
         )
 
 
+async def _echo(request: Incoming) -> Any:
+    return request.value
+
+
 CONTENDERS: dict[str, Contender] = {
     **{f"quicmesh {way}": Moves(way) for way in WAYS},
     **{f"quicmesh {way} over QUIC": Moves(way, shared_memory=False) for way in WAYS},
     GLOO: Gloo(),
-    "TensorPipe": TensorPipe(over_tcp=False),
+    TENSORPIPE: TensorPipe(over_tcp=False),
+}
+OF_MAPS: dict[str, Contender] = {HANDED: Moves("map")}
+OF_CALLS: dict[str, Contender] = {
+    CALL: Moves("put"),
+    f"{CALL} over QUIC": Moves("put", shared_memory=False),
+    TENSORPIPE: TensorPipe(over_tcp=False),
 }
 
 
@@ -118,9 +157,51 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
     pairs = [
         (one, other, goal)
         for one in ours
-        for other, goal in ((GLOO, 2.5), ("TensorPipe", None), (f"{one} over QUIC", None))
+        for other, goal in ((GLOO, 2.5), (TENSORPIPE, None), (f"{one} over QUIC", None))
     ]
+    maps, shown = _run_maps(options)
+    calls, more = _run_calls(options)
+    return [*rows, *maps, *calls], [
+        *(
+            Shown(PART, f"{figure}: {one} / {other}", ratio(rows, one, other), goal)
+            for one, other, goal in pairs
+        ),
+        *shown,
+        *more,
+    ]
+
+
+def _run_maps(options: Options) -> tuple[list[Row], list[Shown]]:
+    """Hand memory over at several sizes; the ratio is to a millisecond."""
+    rows: list[Row] = []
+    shown = []
+    with ready(OF_MAPS, options) as sessions:
+        for size in HANDED_SIZES:
+            nbytes = max(MIB, int(size * options.scale))
+            figure = f"handed over, {nbytes / MIB:g} MiB"
+            found = compare(PART, figure, sessions, options, lambda it, n=nbytes: it.bulk(n))
+            rows += found
+            for row in found:
+                milliseconds = nbytes / row.median / 1e3
+                shown.append(Shown(PART, f"{figure}: / 1 ms", milliseconds, 1.0, at_most=True))
+    return rows, shown
+
+
+def _run_calls(options: Options) -> tuple[list[Row], list[Shown]]:
+    figure = f"round trip, {len(SMALL)} B"
+    with ready(OF_CALLS, options) as sessions:
+        rows = compare(PART, figure, sessions, options, lambda it: it.small(options.calls))
+    slowest = {row.contender: row.p99 for row in rows}
+    theirs, ours = slowest.get(TENSORPIPE), slowest.get(CALL)
+    tail = ours / theirs if ours and theirs else None
+    if not rows:
+        return [], []
     return rows, [
-        Shown(PART, f"{figure}: {one} / {other}", ratio(rows, one, other), goal)
-        for one, other, goal in pairs
+        Shown(PART, f"{figure}: {CALL} / {TENSORPIPE}", ratio(rows, CALL, TENSORPIPE), 0.5, True),
+        Shown(PART, f"{figure}, p99: {CALL} / {TENSORPIPE}", tail, 0.5, True),
+        Shown(
+            PART,
+            f"{figure}: {CALL} / {CALL} over QUIC",
+            ratio(rows, CALL, f"{CALL} over QUIC"),
+        ),
     ]

@@ -32,10 +32,12 @@ from tensor_bridge.lanes.shared.protocol import (
 )
 from tensor_bridge.serve_create import FILLS, CreateCall
 from tensor_bridge.wire import (
+    FIRST_MOVE,
     FetchOpen,
     ListCall,
     Listed,
     Listing,
+    MapCall,
     MintCall,
     Minted,
     Moved,
@@ -107,6 +109,7 @@ _MESSAGES: dict[Any, st.SearchStrategy[Any]] = {
     MintCall: st.builds(MintCall, _ids, node_ids),
     Minted: st.builds(Minted, _tokens, metas(), _addresses),
     ObjectCall: st.builds(ObjectCall, _ids),
+    MapCall: st.builds(MapCall, _ids, st.integers(FIRST_MOVE, (1 << 64) - 1)),
     ListCall: st.builds(ListCall, st.none() | _ids),
     Listed: _listed,
     Listing: st.builds(

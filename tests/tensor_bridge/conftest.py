@@ -42,6 +42,8 @@ OF_NO_LANE = {
     "get_together",
     "info",
     "lane",
+    "carried_call",
+    "handed_over",
     "list_all",
     "shared_lane",
 }

@@ -76,7 +76,7 @@ class Node:
             f"meetings of {name}": sum(pair.meeting is not None for pair in pairs),
             f"links of {name}": len(links),
             f"free slots of {name}": sum(link._outgoing.free for link in links),
-            f"slots to be had of {name}": sum(link._free.value for link in links),
+            f"sendings of {name}": sum(len(link._sendings) for link in links),
             f"slots at {name}": sum(link._incoming.here for link in links if link._incoming),
             f"landings of {name}": sum(len(link._landings) for link in links),
             f"packets unsent of {name}": sum(len(link._unsent) for link in links),

@@ -167,8 +167,14 @@ async def test_memory_that_cannot_be_had_is_given_back(
         raise QuotaExceeded("allocation")
 
     monkeypatch.setattr("tensor_bridge.landing_memory.allocate", none_left)
+
+    async def land() -> None:
+        async with room.arrivals.hold(ALICE, "u", META) as arrival:
+            assert arrival.landing is not None
+            arrival.landing.allocate()
+
     with pytest.raises(QuotaExceeded):
-        await room.land("u", 0)
+        await land()
     assert (len(room.arrivals), room.store.used()) == (0, (0, 0))
 
 

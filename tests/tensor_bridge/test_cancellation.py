@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 import torch
 
@@ -33,9 +34,10 @@ from tests.cancelling import (
     process_holdings,
 )
 from tests.tensor_bridge.nodes import LANES, Node, eventually, linked, node, together
+from tests.tensor_bridge.shared.test_broken import Room
 from tests.tensor_bridge.tensors import filled, same
 from tests.transport.wires import Hesitant, endpoint_holdings
-from transport import Incoming, Stream
+from transport import CborValue, Incoming, Stream
 
 pytestmark = pytest.mark.anyio
 
@@ -230,7 +232,7 @@ async def lane(m: Moves) -> AsyncIterator[Operation]:
     async def take(incoming: Incoming) -> None:
         theirs.append(incoming.stream)
         room = bytearray(len(data))
-        await QuicLane(incoming.stream, stall_seconds=5).receive(memoryview(room), _ignore)
+        await QuicLane(incoming.stream, stall_seconds=5).receive(Room(memoryview(room)))
         assert room == data
         await QuicLane(incoming.stream, stall_seconds=5).send(payload, _ignore)
 
@@ -246,7 +248,7 @@ async def lane(m: Moves) -> AsyncIterator[Operation]:
             there = QuicLane(stream, stall_seconds=5)
             await there.send(payload, _ignore)
             room = bytearray(len(data))
-            await there.receive(memoryview(room), _ignore)
+            await there.receive(Room(memoryview(room)))
             assert room == data
 
     yield run
@@ -260,7 +262,7 @@ async def shared_lane(m: Moves) -> AsyncIterator[Operation]:
         with theirs.landing(stream.stream_id) as landing:
             await stream.send_reply(None)
             lane = SharedLane(stream, theirs, landing, stall_seconds=5)
-            await lane.receive(memoryview(room), _ignore)
+            await lane.receive(Room(memoryview(room)))
         assert room == data
         await lane.send(payload, _ignore)
         await settle(stream)
@@ -279,14 +281,14 @@ async def shared_lane(m: Moves) -> AsyncIterator[Operation]:
                 lane = SharedLane(stream, ours, landing, stall_seconds=5)
                 await lane.send(payload, _ignore)
                 room = bytearray(len(data))
-                await lane.receive(memoryview(room), _ignore)
+                await lane.receive(Room(memoryview(room)))
                 assert room == data
         assert not landing.arrivals.next()
 
     async with linked(connection.peer) as (ours, theirs):
         yield run
         for link in (ours, theirs):
-            await eventually(lambda: link._free.value == SLOTS and not link._landings)  # noqa: B023
+            await eventually(lambda: link._outgoing.free == SLOTS and not link._landings)  # noqa: B023
             assert link._outgoing.free == SLOTS
 
 
@@ -300,6 +302,49 @@ async def get_together(m: Moves) -> AsyncIterator[Operation]:
             await one.lanes.meet(connection)
 
         yield run
+
+
+@covers("tensor_bridge.Lanes.take_over", stride=2)
+async def handed_over(m: Moves) -> AsyncIterator[Operation]:
+    async with together(*(node(lanes=LANES["shared-memory"]) for _ in range(2))) as (one, other):
+        client, tensor = await one.client(other), filled((5000,), torch.uint8)
+        ref = await client.put(tensor, shareable=True)
+
+        async def run() -> None:
+            assert same(await client.get(ref, copy=False), tensor)
+
+        yield run
+        await eventually(lambda: not any(each for each in _landings(one)))
+
+
+def _landings(own: Node) -> list[object]:
+    sharing = own.lanes._sharing
+    assert sharing is not None
+    return [pair.link._landings for pair in sharing._pairs.values() if pair.link is not None]
+
+
+@covers("transport.Endpoint.answer", stride=2)
+async def carried_call(m: Moves) -> AsyncIterator[Operation]:
+    async def echo(incoming: Incoming) -> CborValue:
+        await anyio.lowlevel.checkpoint()
+        return incoming.value
+
+    async with together(*(node(lanes=LANES["shared-memory"]) for _ in range(2))) as (one, other):
+        other.endpoint.register_call("echo", echo, scope="x")
+        connection = await one.connection(other)
+        await one.lanes.meet(connection)
+        there = other.endpoint.connection(one.endpoint.node_id)
+        assert there is not None
+        await eventually(lambda: connection.carrier is not None and there.carrier is not None)
+        ours, theirs = (each.carrier._link for each in (connection, there))  # type: ignore[union-attr]
+        await eventually(lambda: ours.calls._tasks and theirs.calls and theirs.calls._tasks)
+
+        async def run() -> None:
+            assert await connection.call("echo", 5) == 5
+
+        yield run
+        await eventually(lambda: ours.calls.sizes == theirs.calls.sizes == (0, 0, 0))
+        assert ours.why_ended is None
 
 
 def _ignore(_: int) -> None:

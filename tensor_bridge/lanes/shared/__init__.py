@@ -8,8 +8,8 @@ before that.
 
 from __future__ import annotations
 
-from tensor_bridge.lanes.shared.lane import SharedLane
+from tensor_bridge.lanes.shared.lane import SealedLane, SharedLane, sealed_copy
 from tensor_bridge.lanes.shared.link import Landing, Link
 from tensor_bridge.lanes.shared.sharing import Sharing
 
-__all__ = ["Landing", "Link", "SharedLane", "Sharing"]
+__all__ = ["Landing", "Link", "SealedLane", "SharedLane", "Sharing", "sealed_copy"]

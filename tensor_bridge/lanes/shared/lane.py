@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
 import anyio.lowlevel
+import torch
 
+from tensor_bridge.codec import TensorMeta
 from tensor_bridge.errors import TensorChanged
+from tensor_bridge.lanes.lane import Place
 from tensor_bridge.lanes.shared.link import Landing, Link
+from tensor_bridge.lanes.shared.sealed import Writer, kept_memory, sealed_memory
 from tensor_bridge.lanes.stalls import Stalls
-from tensor_bridge.memory import Payload
+from tensor_bridge.memory import Payload, allocate
 from transport import AppCode, ConnectionClosed, ProtocolError, Stream, StreamReset
 
-__all__ = ["SharedLane"]
+__all__ = ["SealedLane", "SharedLane", "sealed_copy"]
+
+
+PIECE = 1 << 20
+"""Bytes written before others on the event loop have their turn: about half a millisecond."""
+
+_log = logging.getLogger("quicmesh.tensors")
 
 
 class SharedLane:
@@ -51,7 +63,7 @@ class SharedLane:
         """
         await self._attend("send", moved, functools.partial(self._send, payload))
 
-    async def receive(self, room: memoryview, moved: Callable[[int], object]) -> None:
+    async def receive(self, place: Place) -> None:
         """Copy what comes to its place, once, and give the slots back.
 
         Raises:
@@ -59,35 +71,15 @@ class SharedLane:
             ConnectionClosed: the link is gone, or the connection.
             MeshError: the sender has given up.
         """
-        await self._attend("receive", moved, functools.partial(self._receive, room))
+        await self._attend("receive", place.advance, functools.partial(self._receive, place))
 
     async def _send(self, payload: Payload, moved: Callable[[int], object]) -> None:
-        pieces, left = _pieces(payload, self._link.slot_bytes), payload.nbytes
-        while left:
-            slot = await self._link.take_slot()
-            try:
-                piece = next(pieces)
-                self._link.send(slot, piece, self._stream.stream_id)
-            except BaseException:
-                self._link.put_back(slot)
-                raise
-            left -= len(piece)
-            moved(len(piece))
+        parts = _pieces(payload, self._link.slot_bytes)
+        await self._link.send(self._stream.stream_id, parts, payload.nbytes, moved)
 
-    async def _receive(self, room: memoryview, moved: Callable[[int], object]) -> None:
+    async def _receive(self, place: Place, moved: Callable[[int], object]) -> None:
         assert self._landing is not None
-        arrivals = self._landing.arrivals
-        with self._link.checking():
-            arrivals.open(len(room))
-        while len(room):
-            message = arrivals.next()
-            if message is None:
-                await self._landing.wait()
-                continue
-            self._link.copy_out(message, room[: message.length])
-            room = room[message.length :]
-            moved(message.length)
-            await self._link.turn()
+        await self._landing.fill(place.room, moved)
 
     async def _attend(
         self,
@@ -137,6 +129,52 @@ class SharedLane:
         raise ProtocolError(
             "move of a tensor", peer=self._stream.peer, why="a message amid the bytes"
         )
+
+
+class SealedLane(SharedLane):
+    """The move of a tensor that is sealed memory and nothing else: its descriptor is handed over.
+
+    Takes the arguments of `SharedLane`.
+    """
+
+    name = "sealed-memory"
+
+    async def _send(self, payload: Payload, moved: Callable[[int], object]) -> None:
+        # As it was when this was agreed on: what is written to it meanwhile does not show.
+        descriptor = payload.sealed_by(kept_memory)
+        if descriptor is None:
+            raise TensorChanged("hand-over of a tensor", why="its memory was replaced meanwhile")
+        self._link.hand_over(descriptor, self._stream.stream_id)
+        moved(payload.nbytes)
+
+    async def _receive(self, place: Place, moved: Callable[[int], object]) -> None:
+        assert self._landing is not None
+        nbytes = place.nbytes
+        memory = await self._landing.take_sealed(nbytes)
+        place.adopt(memory.storage)
+        moved(nbytes)
+
+
+async def sealed_copy(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return a copy of `tensor` in sealed memory, which `SealedLane` can hand over.
+
+    It is `tensor` itself if that is in such memory, or if there is none to be had.
+
+    Raises:
+        TensorChanged: its memory was resized or replaced meanwhile.
+    """
+    payload = Payload(tensor, meta)
+    if payload.sealed_by(sealed_memory) is not None:
+        return tensor
+    try:
+        with contextlib.closing(Writer()) as writer:
+            for piece in _pieces(payload, PIECE):
+                writer.write(piece)
+                await anyio.lowlevel.checkpoint()
+            return allocate(meta, writer.seal().storage)
+    except OSError as error:
+        _log.warning("no memory to hand over: %s", error.strerror)
+        return tensor
 
 
 def _pieces(payload: Payload, size: int) -> Iterator[memoryview]:

@@ -20,7 +20,15 @@ from transport import ProtocolError
 if sys.platform == "linux":
     import fcntl
 
-__all__ = ["Pool", "make_pool", "map_pool"]
+__all__ = [
+    "Pool",
+    "anonymous_memory",
+    "check_memory",
+    "device_of_memory",
+    "make_pool",
+    "map_pool",
+    "seal_size",
+]
 
 
 class Pool:
@@ -60,10 +68,10 @@ def make_pool(count: int, slot_bytes: int) -> tuple[Pool, int]:
     Raises:
         OSError: the system has no such memory, or no more.
     """
-    descriptor = _memory()
+    descriptor = anonymous_memory()
     try:
         os.ftruncate(descriptor, count * slot_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+        seal_size(descriptor)
         return Pool(mmap.mmap(descriptor, count * slot_bytes), slot_bytes), descriptor
     except BaseException:
         os.close(descriptor)
@@ -80,20 +88,36 @@ def map_pool(descriptor: int, slot_bytes: int) -> Pool:
             one at least and `MAX_SLOTS` at most.
         OSError: it can't be mapped.
     """
+    nbytes = check_memory(descriptor)
+    count, rest = divmod(nbytes, slot_bytes)
+    if rest or not 0 < count <= MAX_SLOTS:
+        raise _refused(f"{nbytes} bytes of memory for slots of {slot_bytes}")
+    return Pool(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ), slot_bytes)
+
+
+def check_memory(descriptor: int) -> int:
+    """Return the size of memory that another process made, as the kernel tells it.
+
+    Raises:
+        ProtocolError: it is not anonymous memory of this user's, or not sealed against resizing.
+    """
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_dev != _device() or found.st_nlink:
+    if not stat.S_ISREG(found.st_mode) or found.st_dev != device_of_memory() or found.st_nlink:
         raise _refused("a descriptor that is not of anonymous memory")
     if found.st_uid != os.geteuid():
         raise _refused("memory of another user")
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
         raise _refused("memory that is not sealed against resizing")
-    count, rest = divmod(found.st_size, slot_bytes)
-    if rest or not 0 < count <= MAX_SLOTS:
-        raise _refused(f"{found.st_size} bytes of memory for slots of {slot_bytes}")
-    return Pool(mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ), slot_bytes)
+    return found.st_size
 
 
-def _memory() -> int:
+def seal_size(descriptor: int) -> None:
+    """Seal memory against resizing and against further seals."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+
+
+def anonymous_memory() -> int:
+    """Return a descriptor of new, empty memory without a name, which can be sealed."""
     return os.memfd_create("quicmesh", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
@@ -102,12 +126,12 @@ def _seals() -> int:
 
 
 @functools.cache
-def _device() -> int:
+def device_of_memory() -> int:
     """Return the device that all anonymous memory is on; that of huge pages is on another.
 
     Of those there may be too few at any access, which kills whoever makes it.
     """
-    descriptor = _memory()
+    descriptor = anonymous_memory()
     try:
         return os.fstat(descriptor).st_dev
     finally:

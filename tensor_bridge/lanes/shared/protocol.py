@@ -7,6 +7,8 @@ the socket is one message:
     pool     the sender's memory, as a descriptor beside it, is cut into slots of `slot_bytes`
     filled   slot `slot` holds the next `length` bytes of move `move`
     given    slot `slot` is free again
+    rings    a descriptor of those that calls go by (see `calls`), in order
+    sealed   the memory, as a descriptor beside it, holds all bytes of move `move`
 
 A move is called by the id of the QUIC stream that it was agreed on. Whatever comes from the other
 end is checked here before anything is done with it; what an honest end would not say raises
@@ -32,11 +34,13 @@ __all__ = [
     "Message",
     "OutgoingSlots",
     "PoolMessage",
+    "RingsMessage",
+    "SealedMessage",
     "decode_message",
 ]
 
-MAX_SLOT_BYTES = 1 << 20
-"""Largest slot. One is copied in one turn of the event loop: about 0.15 ms."""
+MAX_SLOT_BYTES = 1 << 21
+"""Largest slot. One is copied in one turn of the event loop: about 0.3 ms."""
 
 MAX_SLOTS = 16
 """Most slots of a pool that a peer may have us map."""
@@ -45,7 +49,7 @@ _FORM = struct.Struct(">BBHIQ")
 MAX_MESSAGE = _FORM.size
 """Bytes of a message."""
 
-_POOL, _FILLED, _GIVEN = 1, 2, 3
+_POOL, _FILLED, _GIVEN, _SEALED, _RINGS = 1, 2, 3, 4, 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +87,29 @@ class GivenMessage:
         return _FORM.pack(_GIVEN, 0, self.slot, 0, 0)
 
 
-Message = PoolMessage | FilledMessage | GivenMessage
+@dataclasses.dataclass(frozen=True, slots=True)
+class SealedMessage:
+    """The descriptor beside this is of memory that holds all of a move's bytes."""
+
+    move: int
+
+    def encode(self) -> bytes:
+        """Return the message as it travels."""
+        return _FORM.pack(_SEALED, 0, 0, 0, self.move)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingsMessage:
+    """The descriptor beside this is the `part`-th of the rings that calls go by."""
+
+    part: int
+
+    def encode(self) -> bytes:
+        """Return the message as it travels."""
+        return _FORM.pack(_RINGS, 0, self.part, 0, 0)
+
+
+Message = PoolMessage | FilledMessage | GivenMessage | SealedMessage | RingsMessage
 
 
 def decode_message(data: bytes) -> Message:
@@ -102,6 +128,10 @@ def decode_message(data: bytes) -> Message:
             return FilledMessage(slot, length, move)
         case (3, 0, _, 0, 0):
             return GivenMessage(slot)
+        case (4, 0, 0, 0, _):
+            return SealedMessage(move)
+        case (5, 0, _, 0, 0):
+            return RingsMessage(slot)
     raise _broken("a message of no known kind or with a field out of bounds")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -30,8 +31,16 @@ from tensor_bridge.lanes.shared.meeting import (
     decode_answer,
 )
 from tensor_bridge.lanes.shared.rendezvous import Found, admit, introduce
+from tensor_bridge.lanes.shared.ring import MAX_BODY
 from tensor_bridge.lanes.shared.sockets import listen
-from transport import CborValue, Connection, Endpoint, Incoming, ServiceUnknown
+from transport import (
+    CborValue,
+    Connection,
+    ConnectionClosed,
+    Endpoint,
+    Incoming,
+    ServiceUnknown,
+)
 
 __all__ = ["Sharing"]
 
@@ -96,6 +105,27 @@ class _Meeting:
         self._scope.cancel()
         if not self._has_begun:
             self._listener.close()
+
+
+class _Carrier:
+    """The link of a connection, for the connection's calls."""
+
+    most = MAX_BODY
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    async def call(self, request: bytes) -> bytes | None:
+        """See ``transport.Carrier``."""
+        calls = self._link.calls
+        if calls is None:
+            return None
+        try:
+            return await calls.call(request)
+        except ConnectionClosed as error:
+            error.why = f"the memory shared with it is given up: {self._link.why_ended}"
+            error.fix = "Whether it was served, nobody knows. Calls take streams from now on."
+            raise
 
 
 class Sharing:
@@ -169,7 +199,7 @@ class Sharing:
             if found is None:
                 pair.settled.set()
         if found is not None:
-            await self._run(found, connection, pair)
+            await self._run(found, connection, pair, makes_rings=True)
 
     async def _ask(self, connection: Connection, pair: _Pair) -> tuple[Found | None, str]:
         ids = self._endpoint.node_id, connection.peer.node_id
@@ -245,8 +275,11 @@ class Sharing:
 
     # -- both
 
-    async def _run(self, found: Found, connection: Connection, pair: _Pair) -> None:
-        link = Link(found.sock, connection.peer, found.process)
+    async def _run(
+        self, found: Found, connection: Connection, pair: _Pair, *, makes_rings: bool = False
+    ) -> None:
+        serve = functools.partial(self._endpoint.answer, connection)
+        link = Link(found.sock, connection.peer, found.process, serve)
         if connection.closed is not None:
             link.end("the connection is over")
         elif pair.link is not None:
@@ -254,6 +287,9 @@ class Sharing:
         else:
             pair.link, pair.why = link, None
             pair.linked.set()
+            if makes_rings:
+                link.offer_calls()
+            connection.carrier = _Carrier(link)
         if pair.settled is None:
             pair.settled = anyio.Event()
         pair.settled.set()
@@ -262,6 +298,7 @@ class Sharing:
         finally:
             if pair.link is link:
                 pair.link, pair.why = None, link.why_ended
+                connection.carrier = None
 
     def _is_full(self) -> bool:
         return sum(pair.link is not None for pair in self._pairs.values()) >= self._max_links

@@ -19,7 +19,7 @@ import pytest
 
 from auth import PeerIdentity, SecretKey
 from tensor_bridge.lanes.shared.host import unavailable
-from tensor_bridge.lanes.shared.link import MAX_UNSENT, SLOTS, Link
+from tensor_bridge.lanes.shared.link import MAX_UNSENT, Link
 from tensor_bridge.lanes.shared.pool import Pool, make_pool
 from tensor_bridge.lanes.shared.protocol import FilledMessage, GivenMessage, PoolMessage
 from tests.cancelling import process_holdings
@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 SLOT = 1 << 16
+SLOTS = 8
 MOVE = 8
 
 
@@ -94,17 +95,11 @@ async def test_who_keeps_to_the_rules_is_heard() -> None:
             a.send_pool()
             a.fill(3, b"x" * SLOT)
             a.fill(0, b"yz")
-            got = bytearray()
-            landing.arrivals.open(SLOT + 2)
-            while len(got) < SLOT + 2:
-                message = landing.arrivals.next()
-                if message is None:
-                    await landing.wait()
-                    continue
-                room = bytearray(message.length)
-                a.link.copy_out(message, memoryview(room))
-                got += room
+            got, parts = bytearray(SLOT + 2), list[int]()
+            with anyio.fail_after(2):
+                await landing.fill(memoryview(got), parts.append)
             assert got == b"x" * SLOT + b"yz"
+            assert parts == [SLOT, 2]
             assert [a.sock.recv(64) for _ in "12"] == [
                 GivenMessage(slot).encode() for slot in (3, 0)
             ]
@@ -235,15 +230,15 @@ async def test_a_break_of_the_protocol_ends_the_lane(
         told = anyio.Event()
         with a.link.watched(told.set), a.link.landing(MOVE) as landing:
             landing.arrivals.open(10)
-            a.lent = await a.link.take_slot()
-            a.link.send(a.lent, memoryview(b"x"), MOVE)
+            await a.link.send(MOVE, iter([memoryview(b"x")]), 1, lambda _: None)
+            (a.lent,) = a.link._outgoing._lent
             attack(a)
             with anyio.fail_after(2):
                 await told.wait()
             with pytest.raises(ConnectionClosed):
                 a.link.check()
             with pytest.raises(ConnectionClosed):
-                await a.link.take_slot()
+                await a.link.send(MOVE, iter([memoryview(b"x")]), 1, lambda _: None)
         assert len(caplog.records) == (attack is not gone)
     assert a.sock.fileno() == -1
 
@@ -254,7 +249,7 @@ async def test_what_is_rewritten_after_it_was_announced_is_copied_once() -> None
         with a.link.landing(MOVE) as landing:
             a.send_pool()
             a.fill(1, b"before")
-            await landing.wait()
+            await eventually(lambda: landing.arrivals._waiting)
             message = landing.arrivals.next()
             assert message is not None
             assert a.pool is not None

@@ -16,6 +16,7 @@ from tensor_bridge.lanes.shared.protocol import (
     IncomingSlots,
     OutgoingSlots,
     PoolMessage,
+    SealedMessage,
     decode_message,
 )
 from transport import ProtocolError
@@ -112,13 +113,14 @@ def test_a_move_takes_what_it_has_and_not_a_byte_more(
         bytes(15),
         bytes(17),
         bytes(16),
-        b"\4" + bytes(15),
+        b"\6" + bytes(15),
         PoolMessage(0).encode(),
         PoolMessage(MAX_SLOT_BYTES + 1).encode(),
         FilledMessage(0, 0, 0).encode(),
         FilledMessage(0, MAX_SLOT_BYTES + 1, 0).encode(),
         GivenMessage(0).encode()[:-1] + b"\1",
         b"\3\1" + GivenMessage(0).encode()[2:],
+        b"\4\0\0\1" + SealedMessage(8).encode()[4:],
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:

@@ -1,0 +1,354 @@
+"""Calls between processes of a host, by the link that they have: the same as on streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+import pytest
+
+from auth import AccessDenied, AccessRequest, Denial, Grant, ServiceRequest
+from tensor_bridge import NoSuchTensor
+from tensor_bridge.lanes.shared import calls
+from tensor_bridge.lanes.shared.calls import Calls
+from tensor_bridge.lanes.shared.host import unavailable
+from tests.cancelling import process_holdings
+from tests.tensor_bridge.nodes import LANES, Node, eventually, node, together
+from tests.tensor_bridge.shared.test_broken import link
+from transport import (
+    CborValue,
+    Connection,
+    ConnectionClosed,
+    DeadlineExceeded,
+    Incoming,
+    ProtocolError,
+    RemoteError,
+    ServiceUnknown,
+)
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
+
+
+class Scopes:
+    """Grants everything, until a test takes it back."""
+
+    def __init__(self) -> None:
+        self.scopes = frozenset({"*"})
+        self.refused: set[str] = set()
+        self.asked: list[str] = []
+
+    async def authorize(self, request: AccessRequest) -> Grant | Denial:
+        if isinstance(request, ServiceRequest):
+            self.asked.append(request.service)
+            if request.service in self.refused:
+                return Denial("no", "not today")
+        return Grant(self.scopes)
+
+
+class Pair:
+    """Two nodes with a link, the second of which calls the first."""
+
+    def __init__(self, server: Node, client: Node, rules: Scopes, connection: Connection) -> None:
+        self.server, self.client, self.rules, self.connection = server, client, rules, connection
+        self.begun, self.ended = anyio.Event(), anyio.Event()
+
+        async def sleep(request: Incoming) -> CborValue:
+            self.begun.set()
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self.ended.set()
+
+        server.endpoint.register_call("sleep", sleep, scope="sleeping")
+
+    @property
+    def calls(self) -> Calls:
+        found = link(self.client, self.server).calls
+        assert found is not None
+        return found
+
+    @property
+    def theirs(self) -> Calls:
+        found = link(self.server, self.client).calls
+        assert found is not None
+        return found
+
+
+async def echo(request: Incoming) -> CborValue:
+    return request.value
+
+
+async def fail(request: Incoming) -> CborValue:
+    raise NoSuchTensor("a look-up", why="it is gone", fix="Look elsewhere.")
+
+
+async def break_down(request: Incoming) -> CborValue:
+    raise ZeroDivisionError("secret detail")
+
+
+async def greet(request: Incoming) -> None:
+    await request.stream.send_reply("hello")
+
+
+async def answer_long(request: Incoming) -> CborValue:
+    assert isinstance(request.value, int)
+    return bytes(request.value)
+
+
+@contextlib.asynccontextmanager
+async def linked(*, by: str = "the caller") -> AsyncIterator[Pair]:
+    rules, shared = Scopes(), LANES["shared-memory"]
+    async with together(node(authorizer=rules, lanes=shared), node(lanes=shared)) as (a, client):
+        for name, handler in (
+            ("echo", echo),
+            ("fail", fail),
+            ("break", break_down),
+            ("long", answer_long),
+        ):
+            a.endpoint.register_call(name, handler, scope=name)
+        a.endpoint.register_service("greet", greet, scope="greet")
+        connection = await client.connection(a)
+        it = Pair(a, client, rules, connection)
+        if by == "the caller":
+            await client.lanes.meet(connection)
+        else:
+            await eventually(lambda: a.endpoint.connection(client.endpoint.node_id))
+            back = a.endpoint.connection(client.endpoint.node_id)
+            assert back is not None
+            await a.lanes.meet(back)
+        await eventually(lambda: _are_there(it))
+        yield it
+        await eventually(lambda: _are_over(it))
+
+
+def _are_there(it: Pair) -> bool:
+    with contextlib.suppress(AssertionError):
+        return it.calls._tasks is not None and it.theirs._tasks is not None
+    return False
+
+
+def _are_over(it: Pair) -> bool:
+    with contextlib.suppress(AssertionError):
+        return it.calls.sizes == it.theirs.sizes == (0, 0, 0)
+    return True  # the link has ended
+
+
+def streams_opened(it: Pair) -> int:
+    core = it.connection.core
+    return int(core.quic._local_next_stream_id_bidi)
+
+
+@pytest.mark.parametrize("by", ["the caller", "the other"])
+async def test_calls_take_no_stream(by: str) -> None:
+    async with linked(by=by) as it:
+        before = streams_opened(it)
+        for value in (None, 7, "text", b"x" * 64, [1, {"a": b"b"}], b"x" * 60_000):
+            assert await it.connection.call("echo", value) == value
+        assert streams_opened(it) == before
+        assert it.rules.asked.count("echo") == 6
+
+
+@pytest.mark.parametrize("nbytes", [65_500, 200_000, 900_000])
+async def test_long_replies_come_in_parts(nbytes: int) -> None:
+    async with linked() as it:
+        before = streams_opened(it)
+        assert await it.connection.call("long", nbytes) == bytes(nbytes)
+        assert streams_opened(it) == before
+
+
+async def test_long_requests_and_services_take_streams() -> None:
+    async with linked() as it:
+        before = streams_opened(it)
+        assert await it.connection.call("echo", b"x" * 100_000) == b"x" * 100_000
+        assert await it.connection.call("greet") == "hello"
+        assert streams_opened(it) == before + 8
+
+
+async def test_errors_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    async with linked() as it:
+        before = streams_opened(it)
+        with pytest.raises(NoSuchTensor, match=r"it is gone.*Look elsewhere") as caught:
+            await it.connection.call("fail")
+        assert it.server.endpoint.node_id.short in str(caught.value)
+        with pytest.raises(RemoteError) as remote:
+            await it.connection.call("break")
+        assert "secret detail" not in str(remote.value)
+        assert "secret detail" in caplog.text
+        with pytest.raises(ServiceUnknown):
+            await it.connection.call("nothing")
+        assert streams_opened(it) == before
+
+
+@pytest.mark.attack
+async def test_the_grant_and_the_authorizer_are_asked() -> None:
+    async with linked() as it:
+        before = streams_opened(it)
+        assert await it.connection.call("echo", 1) == 1
+        it.rules.refused.add("echo")
+        with pytest.raises(AccessDenied, match="not today"):
+            await it.connection.call("echo", 1)
+        it.rules.scopes = frozenset({"long"})
+        await it.server.endpoint.reconsider(it.client.endpoint.node_id)
+        with pytest.raises(AccessDenied):
+            await it.connection.call("fail")
+        assert await it.connection.call("long", 3) == bytes(3)
+        assert streams_opened(it) == before
+
+
+async def test_a_scope_that_is_taken_back_ends_the_call() -> None:
+    async with linked() as it, anyio.create_task_group() as tasks:
+
+        async def call() -> None:
+            with pytest.raises(AccessDenied):
+                await it.connection.call("sleep")
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(call)
+        await it.begun.wait()
+        it.rules.scopes = frozenset({"echo"})
+        await it.server.endpoint.reconsider(it.client.endpoint.node_id)
+        with anyio.fail_after(2):
+            await it.ended.wait()
+            await anyio.sleep_forever()
+
+
+async def test_a_deadline_cancels_the_handler() -> None:
+    async with linked() as it:
+        with pytest.raises(DeadlineExceeded, match="has not answered") as caught:
+            await it.connection.call("sleep", timeout=0.05)
+        assert caught.value.after == 0.05
+        with anyio.fail_after(2):
+            await it.ended.wait()
+        assert await it.connection.call("echo", 1) == 1
+
+
+async def test_who_gives_up_cancels_the_handler_and_others_go_on() -> None:
+    async with linked() as it:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(it.connection.call, "sleep")
+            await it.begun.wait()
+            assert await it.connection.call("echo", 1) == 1  # it waits for nobody
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(2):
+            await it.ended.wait()
+
+
+async def test_many_at_once_each_get_their_own() -> None:
+    async with linked() as it:
+
+        async def call(number: int) -> None:
+            value = [number, b"x" * (number * 37 % 9000)]
+            assert await it.connection.call("echo", value) == value
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(300):
+                tasks.start_soon(call, number)
+
+
+async def test_more_than_are_served_at_a_time_take_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "MAX_RUNNING", 1)
+    async with linked() as it, anyio.create_task_group() as tasks:
+        tasks.start_soon(it.connection.call, "sleep")
+        await it.begun.wait()
+        before = streams_opened(it)
+        assert await it.connection.call("echo", 1) == 1
+        assert streams_opened(it) == before + 4
+        tasks.cancel_scope.cancel()
+
+
+def end(it: Pair) -> None:
+    link(it.server, it.client).end("the test ends it")
+
+
+def garble_their_ring(it: Pair) -> None:
+    it.theirs._words[0] = it.theirs._words[8] = (1 << 64) - 3
+    it.calls._waiter.wake()
+
+
+def say_nonsense(it: Pair) -> None:
+    it.theirs._outbox.put(calls.Message(77, 0))
+
+
+@pytest.mark.parametrize(
+    "way", [end, garble_their_ring, say_nonsense], ids=lambda way: way.__name__
+)
+async def test_when_the_link_ends_the_call_does_and_the_next_takes_a_stream(
+    way: Callable[[Pair], None],
+) -> None:
+    async with linked() as it:
+        async with anyio.create_task_group() as tasks:
+
+            async def call() -> None:
+                with pytest.raises(ConnectionClosed, match="given up"):
+                    await it.connection.call("sleep")
+
+            tasks.start_soon(call)
+            await it.begun.wait()
+            way(it)
+        with anyio.fail_after(2):
+            await it.ended.wait()
+        assert it.connection.carrier is None
+        before = streams_opened(it)
+        assert await it.connection.call("echo", 1) == 1
+        assert streams_opened(it) == before + 4
+
+
+async def test_what_was_answered_before_the_end_counts() -> None:
+    async with linked() as it:
+        answered = anyio.Event()
+        theirs, ours = it.theirs, it.calls
+        reply = theirs._post
+
+        def answer_and_leave(message: calls.Message) -> None:
+            reply(message)
+            answered.set()
+            link(it.server, it.client).end("it leaves")
+
+        theirs._post = answer_and_leave  # type: ignore[method-assign]
+        ours._turn = lambda: False  # type: ignore[method-assign]  # it is told of the end first
+        with anyio.fail_after(2):
+            assert await it.connection.call("echo", 5) == 5
+        assert answered.is_set()
+
+
+async def test_nothing_is_left() -> None:
+    async with linked() as it:
+        await it.connection.call("echo", 1)
+    before = process_holdings()["descriptors"]
+    for _ in range(3):
+        async with linked() as it:
+            await it.connection.call("echo", 1)
+    assert process_holdings()["descriptors"] == before
+
+
+@pytest.mark.attack
+async def test_rings_that_are_none_are_refused() -> None:
+    import os
+
+    from auth import PeerIdentity, SecretKey
+
+    peer = PeerIdentity(SecretKey.generate().node_id)
+
+    async def serve(_: bytes) -> bytes:
+        return b""
+
+    ours, descriptors = calls.make_rings(peer, serve)
+    theirs = calls.take_rings(list(descriptors), peer, serve)  # the positive control
+    pipe = os.pipe()
+    for wrong in (
+        [descriptors[1], descriptors[1], descriptors[2]],
+        [descriptors[0], descriptors[0], descriptors[2]],
+        [descriptors[0], descriptors[1], pipe[0]],
+    ):
+        with pytest.raises(ProtocolError):
+            calls.take_rings(wrong, peer, serve)
+    for descriptor in (*descriptors, *pipe):
+        os.close(descriptor)
+    for each in (ours, theirs):
+        each.close()
