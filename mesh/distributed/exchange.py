@@ -30,6 +30,7 @@ from mesh.collective import (
 )
 from mesh.collective.exchange import Channel, Check
 from mesh.distributed import wire
+from mesh.distributed.anysource import AnySource, PostedAny
 from mesh.distributed.link import Link, PostedReceive, PostedSend
 from mesh.tasks import helpers
 from transport import Connection, Endpoint, Incoming, PeerAddress, ProtocolError
@@ -81,6 +82,7 @@ class QuicExchange:
         self._service = service
         self._members: Sequence[PeerAddress] = ()
         self._links = {peer: Link(self, peer) for peer in range(size) if peer != rank}
+        self._any = AnySource(self._links)
         self._calls: deque[Callable[[], None]] = deque()
         self._woken = False
         self._over = False
@@ -130,6 +132,19 @@ class QuicExchange:
         self._post(partial(self._links[peer].post_receive, receive), transfer, deadline)
         return transfer
 
+    def post_receive_any(
+        self,
+        channel: Channel,
+        check: Callable[[int], Check],
+        into: memoryview,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """See `mesh.collective.Exchange.post_receive_any`."""
+        transfer = Transfer(-1)
+        receive = PostedAny(channel, check, into, transfer)
+        self._post(partial(self._any.post, receive), transfer, deadline)
+        return transfer
+
     def fail(self, error: CollectiveError) -> None:
         """Break the group: fail all transfers, now and later, and tell the other ranks why."""
         with self._lock:
@@ -157,6 +172,14 @@ class QuicExchange:
                     break
 
     # Called in the loop.
+
+    def unmatched(self, peer: int, channel: Channel) -> None:
+        """See `mesh.distributed.link.LinkOwner.unmatched`."""
+        self._any.match(peer, channel)
+
+    def departed(self) -> None:
+        """See `mesh.distributed.link.LinkOwner.departed`."""
+        self._any.departed()
 
     async def connect(self, members: Sequence[PeerAddress], timeout: float) -> None:
         """Connect with every other rank.
@@ -214,6 +237,7 @@ class QuicExchange:
             with self._lock:
                 self._over = True
                 self._loop_thread = 0
+            self._any.fail(self._ended())
             self._take_calls()
 
     def dissolve(self) -> None:
@@ -325,6 +349,7 @@ class QuicExchange:
         assert self.failure is not None
         if self._over:  # and so every link, on its own
             return
+        self._any.fail(self.failure)
         for link in self._links.values():
             link.drop(self.failure)
 
@@ -369,13 +394,15 @@ class QuicExchange:
             while self._due and (self._due[0][2].done or self._due[0][0] <= time.monotonic()):
                 transfer = heapq.heappop(self._due)[2]
                 if not transfer.done:
-                    label = self.label(transfer.peer)
-                    self.fail(
-                        CollectiveTimeout(
-                            f"message of group '{self.group}' on rank {self.rank}",
-                            ranks=(transfer.peer,),
-                            why=f"timed out, and {label} is still awaited",
-                            fix="Check that it is alive and posts the other side, or raise the "
-                            "group's timeout.",
-                        )
-                    )
+                    self.fail(self._late(transfer))
+
+    def _late(self, transfer: Transfer) -> CollectiveTimeout:
+        ranks = (transfer.peer,) if transfer.peer >= 0 else tuple(self._links)
+        names = " or ".join(map(self.label, ranks))
+        return CollectiveTimeout(
+            f"message of group '{self.group}' on rank {self.rank}",
+            ranks=ranks,
+            why=f"timed out, and {names} is still awaited",
+            fix="Check that it is alive and posts the other side, or raise the timeout of the "
+            "group.",
+        )

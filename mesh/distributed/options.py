@@ -55,6 +55,9 @@ class Options:
                 why="it must be 1 to 64 letters, digits, '_', '.', '-', and not begin with . or -",
             )
 
+    def __deepcopy__(self, memo: object) -> Options:
+        return self  # torch copies the options of a group that is split; there is one node
+
     @property
     def scope(self) -> str:
         """The scope that members need, and the name of the service that they meet on."""
