@@ -14,7 +14,38 @@ from tests.conformance.runner import Suite
 
 pytestmark = pytest.mark.e2e
 
-CHOSEN = ["test_DistributedDataParallelCPU_grad_is_view", "test_DistributedDataParallel_requires_grad", "test_all_gather_coalesced_complex", "test_all_gather_coalesced_with_empty", "test_all_gather_group", "test_all_gather_object_subgroup", "test_all_reduce_coalesced_group_product", "test_all_reduce_coalesced_max_complex_unsupported", "test_all_reduce_full_group_min", "test_all_reduce_sum_async", "test_all_to_all_complex", "test_all_to_all_single_unequal_split_group", "test_barrier_timeout_group", "test_batch_isend_irecv_gloo_tags", "test_broadcast_group", "test_ddp_logging_data_cpu", "test_destroy_full_group", "test_gather_group", "test_get_future", "test_grads_same_across_ranks_with_no_sync", "test_isend_torch_profiler", "test_monitored_barrier_gloo_rank_0_timeout", "test_reduce_group_max", "test_reduce_sum_twice", "test_scatter_complex", "test_scatter_object_list", "test_send_recv_any_source", "test_send_recv_with_tag", "test_sparse_all_reduce_sum", "test_static_graph_api_cpu"]
+CHOSEN = [
+    "test_DistributedDataParallelCPU_grad_is_view",
+    "test_DistributedDataParallel_requires_grad",
+    "test_all_gather_coalesced_complex",
+    "test_all_gather_coalesced_with_empty",
+    "test_all_gather_group",
+    "test_all_gather_object_subgroup",
+    "test_all_reduce_coalesced_group_product",
+    "test_all_reduce_coalesced_max_complex_unsupported",
+    "test_all_reduce_full_group_min",
+    "test_all_reduce_sum_async",
+    "test_all_to_all_complex",
+    "test_all_to_all_single_unequal_split_group",
+    "test_barrier_timeout_group",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_broadcast_group",
+    "test_ddp_logging_data_cpu",
+    "test_destroy_full_group",
+    "test_gather_group",
+    "test_get_future",
+    "test_grads_same_across_ranks_with_no_sync",
+    "test_isend_torch_profiler",
+    "test_monitored_barrier_gloo_rank_0_timeout",
+    "test_reduce_group_max",
+    "test_reduce_sum_twice",
+    "test_scatter_complex",
+    "test_scatter_object_list",
+    "test_send_recv_any_source",
+    "test_send_recv_with_tag",
+    "test_sparse_all_reduce_sum",
+    "test_static_graph_api_cpu",
+]
 
 FAILS = {"gloo 3": {"test_ddp_logging_data_cpu"}}
 """The test of the backend's name, which is another's."""
