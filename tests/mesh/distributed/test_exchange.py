@@ -520,5 +520,7 @@ def test_options_say_which_node() -> None:
         assert options_in_use() is None
         with pytest.raises(UnsupportedCollective, match="job name"):
             Options(node, "no:colons")
-    with pytest.raises(UnsupportedCollective, match="no node was given"):
-        dist.init_process_group("mesh", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(UnsupportedCollective, match="pg_options is a int"):
+        dist.init_process_group(
+            "mesh", store=dist.HashStore(), rank=0, world_size=1, pg_options=5
+        )
