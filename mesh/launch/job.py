@@ -14,7 +14,7 @@ from subprocess import DEVNULL
 import anyio
 import anyio.abc
 
-from auth import Ticket
+from auth import MeshError, Ticket
 from mesh.home import Home
 from mesh.launch.output import pump
 from mesh.launch.places import PlaceError
@@ -29,6 +29,9 @@ GRACE_SECONDS = 5.0
 
 OUTPUT_SECONDS = 2.0
 """How long the output of ranks that ended may go on: a process they left may hold it open."""
+
+FINISH_SECONDS = 30.0
+"""How long the launcher that keeps the job's store stays for the other machines' to finish."""
 
 _CHILD = Path(__file__).with_name("child.py")
 
@@ -110,13 +113,15 @@ class Job:
         """
         config = EndpointConfig(bind=self._plan.bind)
         async with Node.worker(self._home, config=config) as node:
-            url, machine = await self._place(node)
+            store, url, machine = await self._place(node)
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._end_all)
                     try:
                         await self._start_all(url, machine)
                         await self._watch_all()
+                        if not self._code and self._plan.machines > 1:
+                            await self._finish(store)
                     finally:
                         tasks.cancel_scope.cancel()
             finally:
@@ -127,7 +132,7 @@ class Job:
         """End all ranks with the signal `number`, which is what `run` returns then, plus 128."""
         self._fail(128 + number, signal.Signals(number))
 
-    async def _place(self, node: Node) -> tuple[str, int]:
+    async def _place(self, node: Node) -> tuple[StoreClient, str, int]:
         plan = self._plan
         if plan.ticket is None:
             service = StoreService(node.endpoint)
@@ -156,7 +161,15 @@ class Job:
                 f"this machine:\n\n  mesh run --ticket {text} --job {plan.job} "
                 f"--nnodes {plan.machines} --nproc-per-node {plan.ranks} ...\n"
             )
-        return f"mesh://{text}?job={plan.job}", machine
+        return client, f"mesh://{text}?job={plan.job}", machine
+
+    async def _finish(self, store: StoreClient) -> None:
+        """Tell that this machine's ranks are done, and stay as long as others need the store."""
+        with contextlib.suppress(MeshError):  # it is all over, or others take too long
+            if await store.do("add", key="mesh/done", amount=1) == self._plan.machines:
+                await store.do("set", keys=["mesh/over"], values=[b""])
+            if self._plan.ticket is None:
+                await store.do("wait", keys=["mesh/over"], timeout=FINISH_SECONDS)
 
     async def _start_all(self, url: str, machine: int) -> None:
         base = dict(os.environ) | {"MESH_HOME": str(self._home.path)} | self._home.key_environment()

@@ -521,6 +521,4 @@ def test_options_say_which_node() -> None:
         with pytest.raises(UnsupportedCollective, match="job name"):
             Options(node, "no:colons")
     with pytest.raises(UnsupportedCollective, match="pg_options is a int"):
-        dist.init_process_group(
-            "mesh", store=dist.HashStore(), rank=0, world_size=1, pg_options=5
-        )
+        dist.init_process_group("mesh", store=dist.HashStore(), rank=0, world_size=1, pg_options=5)
