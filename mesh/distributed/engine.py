@@ -15,6 +15,7 @@ import torch
 
 from mesh.collective import (
     CollectiveError,
+    CollectiveTimeout,
     Exchange,
     GroupAborted,
     Header,
@@ -27,6 +28,7 @@ from mesh.collective import (
     scatter_back,
 )
 from mesh.collective.exchange import Check
+from mesh.distributed.flight import Flight, FlightRecorder
 from mesh.distributed.steps import Step
 from mesh.distributed.threads import Completer, OpThread
 from mesh.distributed.work import MeshWork
@@ -63,6 +65,7 @@ class Engine:
         self._completer = Completer(f"mesh-done-{exchange.group}")
         self._recent: deque[MeshWork] = deque(maxlen=RECENT_WORKS)
         self._collecting = threading.local()
+        self.flights = FlightRecorder(exchange.group, exchange.rank, exchange.size)
         self._closed = False
         _engines.add(self)
 
@@ -76,7 +79,8 @@ class Engine:
             self._refuse_if_closed(name)
             first = self.sequence
             work = self._work(f"{name} #{first}", result, deadline)
-            self._ops.submit(lambda: self._run(work, steps, first, deadline, inference))
+            flights = self.flights.issue(first, [step.signature for step in steps])
+            self._ops.submit(lambda: self._run(work, steps, flights, deadline, inference))
             self.sequence += len(steps)
         return work
 
@@ -200,20 +204,31 @@ class Engine:
         self,
         work: MeshWork,
         steps: Sequence[Step],
-        first: int,
+        flights: Sequence[Flight],
         deadline: float,
         inference: bool,
     ) -> None:
         error: BaseException | None = None
         try:
             with _mode(inference):
-                for offset, step in enumerate(steps):
-                    operation = Operation(self.exchange, step.signature, first + offset, deadline)
+                for flight, step in zip(flights, steps, strict=True):
+                    flight.started = time.monotonic()
+                    sequence = flight.sequence
+                    operation = Operation(self.exchange, step.signature, sequence, deadline)
                     with operation:
                         step.run(operation)
+                    flight.ended = time.monotonic()
         except Exception as caught:  # it belongs to whoever waits for the work
             error = caught
+            self._note(flights, caught)
         work.end(error, self._completer.submit)
+
+    def _note(self, flights: Sequence[Flight], error: Exception) -> None:
+        for flight in flights:
+            if flight.ended is None:
+                flight.error, flight.ended = str(error), time.monotonic()
+        if isinstance(error, CollectiveTimeout):
+            self.flights.leave(error)
 
     def _work(self, what: str, result: Any, deadline: float) -> MeshWork:
         work = MeshWork(what, result, deadline)
@@ -239,7 +254,10 @@ class Engine:
         """Return the error of a tagged message in terms of this call."""
         if transfer.error is None:
             return None
-        return transfer.error.during(self._named(work), after=time.monotonic() - work.began)
+        error = transfer.error.during(self._named(work), after=time.monotonic() - work.began)
+        if isinstance(error, CollectiveTimeout):
+            self.flights.leave(error)
+        return error
 
 
 def _has_inference_tensors(result: Any) -> bool:

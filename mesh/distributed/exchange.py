@@ -33,7 +33,14 @@ from mesh.distributed import wire
 from mesh.distributed.anysource import AnySource, PostedAny
 from mesh.distributed.link import Link, PostedReceive, PostedSend
 from mesh.tasks import helpers
-from transport import Connection, Endpoint, Incoming, PeerAddress, ProtocolError
+from transport import (
+    Connection,
+    ConnectionClosed,
+    Endpoint,
+    Incoming,
+    PeerAddress,
+    ProtocolError,
+)
 
 __all__ = ["QuicExchange"]
 
@@ -43,6 +50,9 @@ COMPACT_ENTRIES = 1024
 DELIVERY_SECONDS = 3.0
 """How long a rank that leaves waits for others to take what was sent to them, without a byte
 moving: as long as some do, it goes on. A process may send and exit at once."""
+
+PROBE_SECONDS = 1.0
+"""How long the other ranks have to answer once one is lost, so that all that are gone are named."""
 
 REPLY_SECONDS = 1.0
 """Beyond the loop's own bound: how much longer a thread waits for the loop's answer."""
@@ -83,6 +93,9 @@ class QuicExchange:
         self._members: Sequence[PeerAddress] = ()
         self._links = {peer: Link(self, peer) for peer in range(size) if peer != rank}
         self._any = AnySource(self._links)
+        self._lost: dict[int, CollectiveError] = {}
+        self._lost_known = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
         self._calls: deque[Callable[[], None]] = deque()
         self._woken = False
         self._over = False
@@ -173,6 +186,23 @@ class QuicExchange:
 
     # Called in the loop.
 
+    async def lost(self, peer: int, error: CollectiveError) -> CollectiveError:
+        """Ask the other ranks whether they are there, and return an error that names all lost ones.
+
+        If another rank has told meanwhile what broke the group, that is returned.
+        """
+        first = not self._lost
+        self._lost[peer] = error
+        if first and self._tasks is not None:
+            self._tasks.start_soon(self._probe_all)
+        with anyio.move_on_after(PROBE_SECONDS + REPLY_SECONDS):
+            await self._lost_known.wait()
+        if self.failure is not None:
+            return self.failure
+        ranks = tuple(sorted(self._lost))
+        why = "; ".join(str(self._lost[rank].why) for rank in ranks)
+        return RankLost(error.what, ranks=ranks, why=why, fix=error.fix)
+
     def unmatched(self, peer: int, channel: Channel) -> None:
         """See `mesh.distributed.link.LinkOwner.unmatched`."""
         self._any.match(peer, channel)
@@ -228,6 +258,7 @@ class QuicExchange:
         self._loop_thread = threading.get_ident()
         try:
             async with helpers() as tasks:
+                self._tasks = tasks
                 tasks.start_soon(self._expire)
                 async with anyio.create_task_group() as links:
                     for link in self._links.values():
@@ -296,6 +327,27 @@ class QuicExchange:
         await decide(
             self._endpoint.authorizer, request, timeout=self._endpoint.config.authorizer_timeout
         )
+
+    async def _probe_all(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for peer in self._links.keys() - self._lost.keys():
+                tasks.start_soon(self._probe, peer)
+        self._lost_known.set()
+
+    async def _probe(self, peer: int) -> None:
+        try:
+            await self._links[peer].probe(PROBE_SECONDS)
+        except ConnectionClosed:
+            pass  # it has left, which is another matter
+        except MeshError as error:
+            self._lost.setdefault(
+                peer,
+                RankLost(
+                    f"group '{self.group}'",
+                    ranks=(peer,),
+                    why=f"{self.label(peer)} is lost: {error.why or error}",
+                ),
+            )
 
     def _post(self, post: Callable[[], None], transfer: Transfer, deadline: float | None) -> None:
         has_left = self._left  # now: what was posted before is sent, though the loop comes later

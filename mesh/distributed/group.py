@@ -391,6 +391,13 @@ class ProcessGroupMesh(_ProcessGroup):
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing: only its members take part in the forming of a group."""
 
+    def flight_record(self) -> dict[str, Any]:
+        """Return the last operations on this rank, as a timeout leaves them in a file.
+
+        With sequence numbers, states and times; see `mesh.distributed.flight`.
+        """
+        return self._engine.flights.record()
+
     # The end.
 
     def abort(self) -> None:

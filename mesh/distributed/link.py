@@ -114,6 +114,9 @@ class LinkOwner(Protocol):
     def fail(self, error: CollectiveError) -> None:
         """Break the group."""
 
+    async def lost(self, peer: int, error: CollectiveError) -> CollectiveError:
+        """Return what to say once it is known who else is lost."""
+
     def unmatched(self, peer: int, channel: Channel) -> None:
         """Post a receive for a message of `peer`, if one from any rank is wanted."""
 
@@ -223,6 +226,10 @@ class Link:
         if receive.into.nbytes > EAGER_BYTES:
             self._tell(["want", receive.channel, index + 1])
         self._answer(receive.channel, incoming)
+
+    async def probe(self, timeout: float) -> None:
+        """Return if the other side answers within `timeout` seconds; raise a `MeshError` if not."""
+        await self._streams["control"].connection.ping(timeout)
 
     @property
     def gone(self) -> CollectiveError | None:
@@ -468,11 +475,11 @@ class Link:
             # Only a reader knows whether the other side left: its end comes after its messages.
             if not writes:
                 await anyio.sleep(REPORT_GRACE)
-                self._broke(error)
+                await self._broke(error)
         except MeshError as error:
-            self._broke(error)
+            await self._broke(error)
 
-    def _broke(self, error: MeshError) -> None:
+    async def _broke(self, error: MeshError) -> None:
         if self._gone is not None:
             self._scope.cancel()
             return
@@ -481,12 +488,14 @@ class Link:
             return
         kind = RankFailed if isinstance(error, ProtocolError) else RankLost
         label = self._owner.label(self.peer)
-        lost = kind(
+        lost: CollectiveError = kind(
             f"group '{self._owner.group}'",
             ranks=(self.peer,),
             why=f"{label} is lost: {error.why or error}",
             fix="Leave the group and form a new one without it.",
         )
+        if kind is RankLost:
+            lost = await self._owner.lost(self.peer, lost)
         self._abandon(lost)
         self._owner.fail(lost)
         self._scope.cancel()

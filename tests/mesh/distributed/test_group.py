@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import time
 import weakref
@@ -326,6 +327,43 @@ def test_a_receive_from_any_rank_times_out_naming_all(ranks) -> None:
         group.recv_anysource([torch.empty(1)], 0).wait()
     with pytest.raises(UnsupportedCollective, match="there is no other"):
         ranks(1)[0].recv_anysource([torch.empty(1)], 0)
+
+
+def test_a_timeout_leaves_a_record_of_what_went_before(ranks, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MESH_FLIGHT_DIR", str(tmp_path))
+    groups = ranks(3, timeout=0.2)
+
+    def body(rank: int) -> None:
+        groups[rank].allreduce([torch.ones(2)]).wait()
+        if rank != 1:
+            groups[rank].barrier()  # queued behind nothing, awaited by nobody
+            groups[rank].broadcast([torch.ones(3)], 0).wait()
+
+    found = outcomes(3, body)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2  # one for each rank that timed out, for all its operations
+    for rank, file in zip((0, 2), files, strict=True):
+        assert str(file) in str(found[rank])
+        assert file.stat().st_mode & 0o077 == 0
+        record = json.loads(file.read_text())
+        assert (record["rank"], record["size"], record["awaited_ranks"]) == (rank, 3, [1])
+        assert (record["last_issued"], record["last_completed"]) == (2, 0)
+        first, second, third = record["operations"]
+        assert first["operation"] == "all_reduce(float32, 2 elements, SUM)"
+        assert [one["state"] for one in (first, second, third)] == ["done", "failed", "queued"]
+        assert "rank 1 (node-1)" in second["error"]
+    assert groups[0].flight_record()["last_issued"] == 2
+
+
+def test_the_record_is_bounded_and_a_full_disk_hides_no_error(ranks, monkeypatch) -> None:
+    monkeypatch.setenv("MESH_FLIGHT_DIR", "/nonexistent")
+    group = ranks(2, timeout=0.05)[0]
+    assert group.flight_record()["operations"] == []
+    for _ in range(300):
+        group.barrier()
+    assert len(group.flight_record()["operations"]) == 256
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        group.barrier().wait()
 
 
 @pytest.mark.parametrize("name_all", [True, False])
