@@ -296,6 +296,10 @@ class Endpoint:
         """
         return await self._services.answer(connection, request)
 
+    def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:
+        """Offer all calls ``NAME:WORD``, each to peers whose grant covers ``SCOPE:WORD``."""
+        self._services.register_call_family(name, handler, scope=scope)
+
     def register_alpn(self, alpn: str, handler: AlpnHandler) -> None:
         """Serve a protocol of the app's own beside the mesh's, to peers the authorizer admits.
 

@@ -12,6 +12,7 @@ import anyio
 
 from auth import AccessDenied, Authorizer, Grant, MeshError, PeerIdentity, ServiceRequest, decide
 from auth.cancellation import is_cancelled
+from auth.grant import check_scopes
 from transport.cbor import CborValue
 from transport.codes import AppCode
 from transport.errors import ServiceUnknown, TransportError
@@ -96,6 +97,7 @@ class ServiceTable:
         self._request_timeout = request_timeout
         self._authorizer_timeout = authorizer_timeout
         self._services: dict[str, _Service] = {}
+        self._families: dict[str, _Service] = {}
         self._running: dict[object, _Running] = {}
 
     @property
@@ -122,6 +124,16 @@ class ServiceTable:
         """Offer a call to peers whose grant covers `scope`. Raises as `register`."""
         check_offer("call", name, handler, scope)
         self._add(name, _Service(handler, scope, is_call=True))
+
+    def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:
+        """Offer all calls ``NAME:WORD``, each to peers whose grant covers ``SCOPE:WORD``.
+
+        Raises as `register`.
+        """
+        check_offer("calls", name, handler, scope)
+        if name in self._families or ":" in name:
+            raise TransportError(f"registering {name!r}", why="that name is taken, or has a colon")
+        self._families[name] = _Service(handler, scope, is_call=True)
 
     async def serve(self, connection: Connection, stream: Stream) -> None:
         """Serve one stream of a peer's from its first frame to its end."""
@@ -228,7 +240,7 @@ class ServiceTable:
         grant = connection.grant
         if grant is None:
             raise AccessDenied(f"service {name!r}", why="this node dialled out and serves nobody")
-        service = self._services.get(name)
+        service = self._services.get(name) or self._of_family(name)
         if service is None:
             raise ServiceUnknown(f"service {name!r}", why="this node does not offer it")
         grant = await decide(
@@ -237,6 +249,18 @@ class ServiceTable:
             timeout=self._authorizer_timeout,
         )
         return service, Incoming(name, value, connection.peer, grant, connection, stream)
+
+    def _of_family(self, name: str) -> _Service | None:
+        family, _, word = name.partition(":")
+        service = self._families.get(family)
+        if service is None:
+            return None
+        try:
+            (scope,) = check_scopes((f"{service.scope}:{word}",))
+        except ValueError:
+            return None
+        # A star would ask for what covers more than one word, and "" for less.
+        return dataclasses.replace(service, scope=scope) if word and "*" not in word else None
 
     async def _answer(self, service: _Service, request: Incoming, scope: anyio.CancelScope) -> None:
         """Answer a call; `scope` ends the task, should the caller give up."""

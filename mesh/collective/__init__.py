@@ -27,18 +27,22 @@ from mesh.collective.layout import (
     scatter_back,
 )
 from mesh.collective.levels import Hosts
+from mesh.collective.monitored import monitored_barrier
 from mesh.collective.movement import all_gather, all_to_all, barrier, broadcast, gather, scatter
 from mesh.collective.operation import Operation, expect
 from mesh.collective.reduction import Reduction, refuse_unless_reducible
+from mesh.collective.sparse import all_reduce_sparse, refuse_unless_sparse_reducible
 
 __all__ = [
     # algorithms
     "all_gather",
     "all_reduce",
+    "all_reduce_sparse",
     "all_to_all",
     "barrier",
     "broadcast",
     "gather",
+    "monitored_barrier",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -59,6 +63,7 @@ __all__ = [
     "gathered",
     "raw",
     "refuse_unless_reducible",
+    "refuse_unless_sparse_reducible",
     "scatter_back",
     # errors
     "CollectiveError",

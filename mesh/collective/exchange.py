@@ -83,7 +83,7 @@ class Transfer:
     """One message on its way. The exchange completes it once, on any thread; anyone may wait.
 
     Attributes:
-        peer: rank of the other side.
+        peer: rank of the other side; -1 for any, until there is a message.
     """
 
     __slots__ = ("_callbacks", "_done", "_error", "_latch", "_lock", "peer")
@@ -212,6 +212,19 @@ class Exchange(Protocol):
 
         `check` sees the header first. A mismatch fails the transfer and breaks the group.
         Deadlines as for `post_send`.
+        """
+
+    def post_receive_any(
+        self,
+        channel: Channel,
+        check: Callable[[int], Check],
+        into: memoryview,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Receive the next message of `channel`, from whichever rank has one, as `post_receive`.
+
+        The transfer's ``peer`` tells from whom. Receives that name a rank come first. `check` is
+        called with the rank.
         """
 
     def fail(self, error: CollectiveError) -> None:

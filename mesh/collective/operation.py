@@ -143,7 +143,8 @@ class Operation:
             ranks=tuple(ranks),
             after=self.elapsed(),
             why=f"timed out, and {names} {verb} still awaited",
-            fix="Check that they are alive and reach this operation, or raise the group's timeout.",
+            fix="Check that they are alive and reach this operation, or raise the timeout of the "
+            "group.",
         )
 
     def _awaited(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from mesh.home import Home
 from mesh.node import Node
 from mesh.runfile import RunFile
 from mesh.services import error_value
+from mesh.store import StoreService
 from mesh.tasks import helpers
 from mesh.version import version
 from transport import (
@@ -83,6 +84,7 @@ class Daemon:
             node = await stack.enter_async_context(self.node)
             node.endpoint.register_call("node.stop", self._take_stop, scope=ADMIN)
             node.endpoint.register_call("node.join", self._take_join, scope=ADMIN)
+            StoreService(node.endpoint)  # where the ranks of jobs meet that name this machine
             node.endpoint.subscribe(observe)
             stack.enter_context(_run_file(self.home.run_path, node))
             tasks = await stack.enter_async_context(helpers())

@@ -15,6 +15,7 @@ import torch
 
 from mesh.collective import (
     CollectiveError,
+    CollectiveTimeout,
     Exchange,
     GroupAborted,
     Header,
@@ -26,6 +27,8 @@ from mesh.collective import (
     raw,
     scatter_back,
 )
+from mesh.collective.exchange import Check
+from mesh.distributed.flight import Flight, FlightRecorder
 from mesh.distributed.steps import Step
 from mesh.distributed.work import MeshWork
 from mesh.threads import Completer, OpThread
@@ -61,6 +64,8 @@ class Engine:
         self._ops = OpThread(f"mesh-ops-{exchange.group}")
         self._completer = Completer(f"mesh-done-{exchange.group}")
         self._recent: deque[MeshWork] = deque(maxlen=RECENT_WORKS)
+        self._collecting = threading.local()
+        self.flights = FlightRecorder(exchange.group, exchange.rank, exchange.size)
         self._closed = False
         _engines.add(self)
 
@@ -89,16 +94,17 @@ class Engine:
             self._refuse_if_closed(name)
             first = self.sequence
             what = f"{name} #{first}"
-            is_here = here and self._ops.claim()
+            flights = self.flights.issue(first, [step.signature for step in steps])
+            is_here = here and not self._is_collecting and self._ops.claim()
             if is_here:
                 work = MeshWork(what, result, deadline)
             else:
                 work = self._work(what, result, deadline)
-                self._ops.submit(lambda: self._run(work, steps, first, deadline, inference))
+                self._ops.submit(lambda: self._run(work, steps, flights, deadline, inference))
             self.sequence += len(steps)
         if is_here:
             try:
-                self._run(work, steps, first, deadline, inference)
+                self._run(work, steps, flights, deadline, inference)
             finally:
                 self._ops.release()
         return work
@@ -117,19 +123,26 @@ class Engine:
         )
         return work
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int, signature: Signature) -> MeshWork:
-        """Start the receipt of a tagged message from `peer`."""
+    def receive(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, signature: Signature
+    ) -> MeshWork:
+        """Start the receipt of a tagged message from `peer`, a rank or None for any."""
         deadline = time.monotonic() + self.timeout
         elements = gathered(tensor)
-        what = f"recv from {self.exchange.label(peer)} with tag {tag}"
+        who = "any rank" if peer is None else self.exchange.label(peer)
+        what = f"recv from {who} with tag {tag}"
         self._refuse_if_closed(what)
-        work = self._work(what, [tensor], deadline, source=peer)
+        work = self._work(what, [tensor], deadline)
         into = raw(elements)
-        check = expect(Header(signature, 0, 0, into.nbytes), peer, self.exchange, self._named(work))
+        header = Header(signature, 0, 0, into.nbytes)
+
+        def check_of(rank: int) -> Check:
+            return expect(header, rank, self.exchange, self._named(work))
 
         def store(done: Transfer) -> None:
             error: BaseException | None = self._explained(work, done)
             if error is None:
+                work.source = done.peer
                 try:
                     with _mode(tensor.is_inference()):
                         scatter_back(elements, tensor)
@@ -137,9 +150,48 @@ class Engine:
                     error = caught
             work.end(error, self._completer.submit)
 
-        transfer = self.exchange.post_receive(peer, tag, check, into, deadline)
+        if peer is None:
+            transfer = self.exchange.post_receive_any(tag, check_of, into, deadline)
+        else:
+            transfer = self.exchange.post_receive(peer, tag, check_of(peer), into, deadline)
         transfer.add_done_callback(lambda done: self._completer.submit(lambda: store(done)))
         return work
+
+    @property
+    def _is_collecting(self) -> bool:
+        return getattr(self._collecting, "works", None) is not None
+
+    def start_coalescing(self) -> None:
+        """Collect the works that this thread starts from now on."""
+        self._collecting.works = []
+
+    def end_coalescing(self) -> MeshWork:
+        """Return one work for all that were collected: over when they are, failed if one is."""
+        works: list[MeshWork] = getattr(self._collecting, "works", None) or []
+        self._collecting.works = None
+        deadline = max((work.deadline for work in works), default=time.monotonic())
+        joined = self._work("coalesced operations", [work.result() for work in works], deadline)
+        left = len(works)
+        lock = threading.Lock()
+
+        def ended(_: object) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left > 0:
+                    return
+            errors = [work.exception() for work in works]
+            joined.end(next(filter(None, errors), None), self._completer.submit)
+
+        for work in works:
+            work.get_future().add_done_callback(ended)
+        if not works:
+            joined.end(None, self._completer.submit)
+        return joined
+
+    def wait_for_all(self) -> None:
+        """Return when no operation is queued or running."""
+        self._ops.drain(threading.TIMEOUT_MAX)
 
     def abort(self) -> None:
         """Fail everything in flight, here and on the other ranks, and leave."""
@@ -181,23 +233,37 @@ class Engine:
         self,
         work: MeshWork,
         steps: Sequence[Step],
-        first: int,
+        flights: Sequence[Flight],
         deadline: float,
         inference: bool,
     ) -> None:
         error: BaseException | None = None
         try:
             with _mode(inference):
-                for offset, step in enumerate(steps):
-                    operation = Operation(self.exchange, step.signature, first + offset, deadline)
+                for flight, step in zip(flights, steps, strict=True):
+                    flight.started = time.monotonic()
+                    sequence = flight.sequence
+                    operation = Operation(self.exchange, step.signature, sequence, deadline)
                     with operation:
                         step.run(operation)
+                    flight.ended = time.monotonic()
         except Exception as caught:  # it belongs to whoever waits for the work
             error = caught
+            self._note(flights, caught)
         work.end(error, self._completer.submit)
 
-    def _work(self, what: str, result: Any, deadline: float, source: int = -1) -> MeshWork:
-        work = MeshWork(what, result, deadline, source)
+    def _note(self, flights: Sequence[Flight], error: Exception) -> None:
+        for flight in flights:
+            if flight.ended is None:
+                flight.error, flight.ended = str(error), time.monotonic()
+        if isinstance(error, CollectiveTimeout):
+            self.flights.leave(error)
+
+    def _work(self, what: str, result: Any, deadline: float) -> MeshWork:
+        work = MeshWork(what, result, deadline)
+        collected = getattr(self._collecting, "works", None)
+        if collected is not None:
+            collected.append(work)
         if _held_bytes(result) <= RECENT_BYTES:
             self._recent.append(work)
         return work
@@ -217,7 +283,10 @@ class Engine:
         """Return the error of a tagged message in terms of this call."""
         if transfer.error is None:
             return None
-        return transfer.error.during(self._named(work), after=time.monotonic() - work.began)
+        error = transfer.error.during(self._named(work), after=time.monotonic() - work.began)
+        if isinstance(error, CollectiveTimeout):
+            self.flights.leave(error)
+        return error
 
 
 def _has_inference_tensors(result: Any) -> bool:
@@ -229,6 +298,8 @@ def _has_inference_tensors(result: Any) -> bool:
 def _held_bytes(result: Any) -> int:
     """Return how much memory `result` keeps alive."""
     if isinstance(result, torch.Tensor):
+        if result.is_sparse:
+            return _held_bytes([result._indices(), result._values()])
         return result.untyped_storage().nbytes()
     return sum(map(_held_bytes, result)) if isinstance(result, list | tuple) else 0
 

@@ -32,9 +32,17 @@ from mesh.collective import (
 from mesh.collective.exchange import Channel, Check
 from mesh.collective.host import Board
 from mesh.distributed import wire
+from mesh.distributed.anysource import AnySource, PostedAny
 from mesh.distributed.link import Link, PostedReceive, PostedSend
 from mesh.tasks import helpers
-from transport import Connection, Endpoint, Incoming, PeerAddress, ProtocolError
+from transport import (
+    Connection,
+    ConnectionClosed,
+    Endpoint,
+    Incoming,
+    PeerAddress,
+    ProtocolError,
+)
 
 __all__ = ["QuicExchange"]
 
@@ -44,6 +52,9 @@ COMPACT_ENTRIES = 1024
 DELIVERY_SECONDS = 3.0
 """How long a rank that leaves waits for others to take what was sent to them, without a byte
 moving: as long as some do, it goes on. A process may send and exit at once."""
+
+PROBE_SECONDS = 1.0
+"""How long the other ranks have to answer once one is lost, so that all that are gone are named."""
 
 REPLY_SECONDS = 1.0
 """Beyond the loop's own bound: how much longer a thread waits for the loop's answer."""
@@ -85,6 +96,10 @@ class QuicExchange:
         self._service = service
         self._members: Sequence[PeerAddress] = ()
         self._links = {peer: Link(self, peer) for peer in range(size) if peer != rank}
+        self._any = AnySource(self._links)
+        self._lost: dict[int, CollectiveError] = {}
+        self._lost_known = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
         self._calls: deque[Callable[[], None]] = deque()
         self._woken = False
         self._over = False
@@ -134,6 +149,19 @@ class QuicExchange:
         self._post(partial(self._links[peer].post_receive, receive), transfer, deadline)
         return transfer
 
+    def post_receive_any(
+        self,
+        channel: Channel,
+        check: Callable[[int], Check],
+        into: memoryview,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """See `mesh.collective.Exchange.post_receive_any`."""
+        transfer = Transfer(-1)
+        receive = PostedAny(channel, check, into, transfer)
+        self._post(partial(self._any.post, receive), transfer, deadline)
+        return transfer
+
     def fail(self, error: CollectiveError) -> None:
         """Break the group: fail all transfers, now and later, and tell the other ranks why."""
         with self._lock:
@@ -165,6 +193,31 @@ class QuicExchange:
                     break
 
     # Called in the loop.
+
+    async def lost(self, peer: int, error: CollectiveError) -> CollectiveError:
+        """Ask the other ranks whether they are there, and return an error that names all lost ones.
+
+        If another rank has told meanwhile what broke the group, that is returned.
+        """
+        first = not self._lost
+        self._lost[peer] = error
+        if first and self._tasks is not None:
+            self._tasks.start_soon(self._probe_all)
+        with anyio.move_on_after(PROBE_SECONDS + REPLY_SECONDS):
+            await self._lost_known.wait()
+        if self.failure is not None:
+            return self.failure
+        ranks = tuple(sorted(self._lost))
+        why = "; ".join(str(self._lost[rank].why) for rank in ranks)
+        return RankLost(error.what, ranks=ranks, why=why, fix=error.fix)
+
+    def unmatched(self, peer: int, channel: Channel) -> None:
+        """See `mesh.distributed.link.LinkOwner.unmatched`."""
+        self._any.match(peer, channel)
+
+    def departed(self) -> None:
+        """See `mesh.distributed.link.LinkOwner.departed`."""
+        self._any.departed()
 
     async def connect(self, members: Sequence[PeerAddress], timeout: float) -> None:
         """Connect with every other rank.
@@ -213,6 +266,7 @@ class QuicExchange:
         self._loop_thread = threading.get_ident()
         try:
             async with helpers() as tasks:
+                self._tasks = tasks
                 tasks.start_soon(self._expire)
                 async with anyio.create_task_group() as links:
                     for link in self._links.values():
@@ -222,6 +276,7 @@ class QuicExchange:
             with self._lock:
                 self._over = True
                 self._loop_thread = 0
+            self._any.fail(self._ended())
             self._take_calls()
             if self.failure is None and not (self._shared and self._shared.is_deserted):
                 self._leave_board()  # this node was closed: whoever waits for this rank is told
@@ -284,6 +339,27 @@ class QuicExchange:
             self._endpoint.authorizer, request, timeout=self._endpoint.config.authorizer_timeout
         )
 
+    async def _probe_all(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for peer in self._links.keys() - self._lost.keys():
+                tasks.start_soon(self._probe, peer)
+        self._lost_known.set()
+
+    async def _probe(self, peer: int) -> None:
+        try:
+            await self._links[peer].probe(PROBE_SECONDS)
+        except ConnectionClosed:
+            pass  # it has left, which is another matter
+        except MeshError as error:
+            self._lost.setdefault(
+                peer,
+                RankLost(
+                    f"group '{self.group}'",
+                    ranks=(peer,),
+                    why=f"{self.label(peer)} is lost: {error.why or error}",
+                ),
+            )
+
     def _post(self, post: Callable[[], None], transfer: Transfer, deadline: float | None) -> None:
         has_left = self._left  # now: what was posted before is sent, though the loop comes later
 
@@ -345,6 +421,7 @@ class QuicExchange:
         assert self.failure is not None
         if self._over:  # and so every link, on its own
             return
+        self._any.fail(self.failure)
         for link in self._links.values():
             link.drop(self.failure)
 
@@ -389,13 +466,15 @@ class QuicExchange:
             while self._due and (self._due[0][2].done or self._due[0][0] <= time.monotonic()):
                 transfer = heapq.heappop(self._due)[2]
                 if not transfer.done:
-                    label = self.label(transfer.peer)
-                    self.fail(
-                        CollectiveTimeout(
-                            f"message of group '{self.group}' on rank {self.rank}",
-                            ranks=(transfer.peer,),
-                            why=f"timed out, and {label} is still awaited",
-                            fix="Check that it is alive and posts the other side, or raise the "
-                            "group's timeout.",
-                        )
-                    )
+                    self.fail(self._late(transfer))
+
+    def _late(self, transfer: Transfer) -> CollectiveTimeout:
+        ranks = (transfer.peer,) if transfer.peer >= 0 else tuple(self._links)
+        names = " or ".join(map(self.label, ranks))
+        return CollectiveTimeout(
+            f"message of group '{self.group}' on rank {self.rank}",
+            ranks=ranks,
+            why=f"timed out, and {names} is still awaited",
+            fix="Check that it is alive and posts the other side, or raise the timeout of the "
+            "group.",
+        )

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from mesh.collective import Exchange, Reduction, UnsupportedCollective
+from mesh.collective import CollectiveTimeout, Exchange, Reduction, UnsupportedCollective
 from mesh.distributed import steps
 from mesh.distributed.engine import Engine
+from mesh.distributed.forming import form_group
 from mesh.distributed.options import Options
 from mesh.distributed.steps import Step
 from mesh.distributed.work import MeshWork
@@ -35,6 +36,9 @@ __all__ = ["BACKEND", "ProcessGroupMesh"]
 
 BACKEND = "mesh"
 """The backend's name in ``init_process_group``."""
+
+MONITOR_GRACE = timedelta(seconds=2)
+"""How much longer than rank 0 the others stay in a monitored barrier, to hear from it."""
 
 Tensor = torch.Tensor
 
@@ -225,6 +229,37 @@ class ProcessGroupMesh(_ProcessGroup):
         """Complete once every rank has come here."""
         return self._run("barrier", [], [steps.barrier()], opts, timeout)
 
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return once every rank has come here.
+
+        ``torch.distributed.monitored_barrier`` refuses every backend but gloo: call this one, on
+        the group itself.
+
+        Args:
+            timeout: for this call; the group's by default. Ranks other than 0 wait for rank 0 by
+                `MONITOR_GRACE` longer.
+            wait_all_ranks: let rank 0's message begin with all missing ranks, and not with the
+                first alone; the error's ``ranks`` has all of them either way.
+
+        Raises:
+            CollectiveTimeout: on rank 0: ranks did not come in time, and the group is broken; or
+                `timeout` is none.
+            CollectiveError: on other ranks: rank 0 gave up.
+        """
+        if timeout is not None and timeout <= timedelta(0):
+            raise CollectiveTimeout(
+                f"monitored_barrier of group '{self._name}'",
+                why=f"Rank {self._rank} timed out in monitoredBarrier after 0 ms",
+                fix="Give it some time.",
+            )
+        limit = timeout or timedelta(seconds=self._engine.timeout)
+        if self._rank != 0:  # which knows who is missing, and is to be the first to say so
+            limit += MONITOR_GRACE
+        todo = [steps.monitored_barrier(name_all=wait_all_ranks)]
+        self._run("monitored_barrier", [], todo, None, limit).wait()
+
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -242,6 +277,127 @@ class ProcessGroupMesh(_ProcessGroup):
         """Receive the next tensor of this tag from rank `peer`."""
         tensor = self._one(tensors, "recv", peer, tag)
         return self._engine.receive(tensor, peer, tag, steps.message(tensor, "recv"))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> MeshWork:
+        """Receive the next tensor of this tag from any rank; ``source_rank`` tells which.
+
+        Receives that name a rank come first where both would do.
+        """
+        tensor = self._one(tensors, "recv from any rank", None, tag)
+        return self._engine.receive(tensor, None, tag, steps.message(tensor, "recv"))
+
+    # Several operations as one work.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collect the operations that this thread starts, until `_end_coalescing`."""
+        self._engine.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> MeshWork:
+        """Return one work for all that were collected. They ran in order as ever."""
+        return self._engine.end_coalescing()
+
+    # Groups of groups.
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Options | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ProcessGroupMesh | None:
+        """Form a group of some ranks of this one, over the same connections.
+
+        Called by its members; others may, and get None.
+
+        Args:
+            ranks: this group's numbers of the members, in their order in the new one.
+            timeout: of the new group; this one's by default.
+            opts: options of the new group; this one's by default.
+            group_name, group_desc: of the new group, the same on all members.
+            device_types: taken for torch's sake; there is one backend for all.
+
+        Raises:
+            UnsupportedCollective: `ranks` repeat or are out of range.
+            CollectiveError, AccessDenied: as from the forming of any group.
+        """
+        members = [self._member(rank, "split") for rank in ranks]
+        if len(set(members)) != len(members):
+            raise UnsupportedCollective(f"split into ranks {members}", why="a rank comes twice")
+        if self._rank not in members:
+            return None
+        name = group_name or f"{self._name}:{','.join(map(str, members))}"
+        store = PrefixStore(f"split/{name}", self._store)
+        place = members.index(self._rank), len(members)
+        return self._formed(store, *place, timeout, opts, name, group_desc)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroupMesh:
+        """Form a group with the ranks of other groups, all of which call this.
+
+        Ranks of the new group are those of arrival at `store`.
+
+        Args:
+            store: one that all of them reach.
+            size: number of ranks of the new group.
+            timeout, group_name, group_desc: as for `split_group`.
+
+        Raises:
+            UnsupportedCollective: more ranks came than `size`.
+            CollectiveError, AccessDenied: as from the forming of any group.
+        """
+        name = group_name or "merged"
+        store = PrefixStore(f"merge/{name}", store)
+        rank = store.add("mesh/arrivals", 1) - 1
+        if rank >= size:
+            raise UnsupportedCollective(
+                f"merging into a group of {size} ranks", why=f"{rank + 1} have come"
+            )
+        return self._formed(store, rank, size, timeout, None, name, group_desc)
+
+    splitGroup, mergeRemoteGroup = split_group, merge_remote_group  # noqa: N815
+
+    def _formed(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta | None,
+        opts: Options | None,
+        name: str,
+        desc: str | None,
+    ) -> ProcessGroupMesh:
+        options = opts or self.options
+        if options is None:
+            raise UnsupportedCollective(f"group '{name}'", why="there is no node to run it on")
+        limit = timeout or timedelta(seconds=self._engine.timeout)
+        exchange = form_group(
+            options, store, group=name, rank=rank, size=size, timeout=limit.total_seconds()
+        )
+        group = ProcessGroupMesh(exchange, store, limit, options)
+        group._set_group_name(name)
+        group._set_group_desc(desc or self._desc)
+        return group
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: ranks are connected since the group was formed."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: only its members take part in the forming of a group."""
+
+    def flight_record(self) -> dict[str, Any]:
+        """Return the last operations on this rank, as a timeout leaves them in a file.
+
+        With sequence numbers, states and times; see `mesh.distributed.flight`.
+        """
+        return self._engine.flights.record()
 
     # The end.
 
@@ -310,8 +466,18 @@ class ProcessGroupMesh(_ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: numbers start at zero on every rank."""
 
-    supports_splitting = False
-    supports_coalescing = False
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Return when every operation is over."""
+        self._engine.wait_for_all()
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing: works are always timed."""
+
+    supports_splitting = True
+    supports_coalescing = True
     supports_time_estimate = False
     supports_shrinking = False
 
@@ -341,8 +507,11 @@ class ProcessGroupMesh(_ProcessGroup):
             )
         return rank
 
-    def _one(self, tensors: Sequence[Tensor], name: str, peer: int, tag: int) -> Tensor:
-        if self._member(peer, name) == self._rank:
+    def _one(self, tensors: Sequence[Tensor], name: str, peer: int | None, tag: int) -> Tensor:
+        if peer is None:
+            if self._size == 1:
+                raise UnsupportedCollective(name, why="there is no other")
+        elif self._member(peer, name) == self._rank:
             raise UnsupportedCollective(f"{name} with rank {peer}", why="that is this rank itself")
         if not 0 <= tag < 1 << 63:
             raise UnsupportedCollective(f"{name} with tag {tag}", why="tags are from 0 to 2^63 - 1")
@@ -351,32 +520,29 @@ class ProcessGroupMesh(_ProcessGroup):
         return tensors[0]
 
 
-_LATER = {
-    "recv_anysource": "a receive from any rank",
-    "monitored_barrier": "the monitored barrier",
-    "split_group": "splitting a group",
-    "splitGroup": "splitting a group",
-    "merge_remote_group": "merging groups",
-    "mergeRemoteGroup": "merging groups",
+_REFUSED = {
+    "_register_backend": "its one backend serves all devices that it can serve",
+    "_register_on_completion_hook": "works have futures: use get_future().then()",
+    "allocate_tensor": "tensors come from torch's own allocators",
+    "shrink": "leave the group, and form one of the ranks that are left",
+    "suspend": "a group without operations takes no time; leave it to give back its memory",
+    "resume": "groups are not suspended",
+    "memory_stats": "tensors come from torch's own allocators",
 }
-"""Methods of a process group that this release does not have."""
+"""Methods of torch's process groups and backends that make no sense here, and why."""
 
 
-def _refusal(method: str, what: str) -> Callable[..., Never]:
+def _refusal(method: str, why: str) -> Callable[..., Never]:
     def refuse(self: ProcessGroupMesh, *args: object, **kwargs: object) -> Never:
-        raise UnsupportedCollective(
-            f"{what} ({method})",
-            why=f"backend '{BACKEND}' does not have it yet",
-            fix="It comes with the full set of collectives.",
-        )
+        raise UnsupportedCollective(f"{method} of a group with backend '{BACKEND}'", why=why)
 
     refuse.__name__ = method
-    refuse.__doc__ = f"Refuse: {what} is not in this release."
+    refuse.__doc__ = f"Refuse: {why}."
     return refuse
 
 
-for _method, _what in _LATER.items():
-    setattr(ProcessGroupMesh, _method, _refusal(_method, _what))
+for _method, _why in _REFUSED.items():
+    setattr(ProcessGroupMesh, _method, _refusal(_method, _why))
 
 
 _RedOpType = dist.ReduceOp.RedOpType

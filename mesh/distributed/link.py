@@ -114,6 +114,15 @@ class LinkOwner(Protocol):
     def fail(self, error: CollectiveError) -> None:
         """Break the group."""
 
+    async def lost(self, peer: int, error: CollectiveError) -> CollectiveError:
+        """Return what to say once it is known who else is lost."""
+
+    def unmatched(self, peer: int, channel: Channel) -> None:
+        """Post a receive for a message of `peer`, if one from any rank is wanted."""
+
+    def departed(self) -> None:
+        """Take note that a link will bring nothing any more."""
+
 
 class Link:
     """This side of one pair of ranks.
@@ -218,6 +227,23 @@ class Link:
             self._tell(["want", receive.channel, index + 1])
         self._answer(receive.channel, incoming)
 
+    async def probe(self, timeout: float) -> None:
+        """Return if the other side answers within `timeout` seconds; raise a `MeshError` if not."""
+        await self._streams["control"].connection.ping(timeout)
+
+    @property
+    def gone(self) -> CollectiveError | None:
+        """Why nothing will come any more, if so."""
+        return self._gone
+
+    def has_unmatched(self, channel: Channel) -> bool:
+        """Return whether a message is there, or offered, for which no receive is posted."""
+        incoming = self._incoming.get(channel)
+        if incoming is None:
+            return False
+        offered = incoming.offer is not None and self._is_unmatched(incoming, incoming.offer[0])
+        return bool(incoming.early) or offered
+
     def drop(self, error: CollectiveError) -> None:
         """Fail everything posted, stop writing to its memory, and tell the other side."""
         self._tell(["fail", wire.failure_value(error)])
@@ -312,12 +338,14 @@ class Link:
                 return
             channel, eager, header = wire.parse_message(value)
             incoming = self._in(channel)
+            if not incoming.posted:
+                self._owner.unmatched(self.peer, channel)
             if incoming.posted:
                 await self._receive_posted(stream, incoming, header)
                 if eager:
                     self._consume(header)
             elif eager and header.nbytes <= EAGER_BYTES:
-                await self._receive_early(stream, incoming, header)
+                await self._receive_early(stream, channel, incoming, header)
             else:
                 raise ProtocolError("receiving a message", why="nobody asked for it")
             if incoming.offer is not None and incoming.offer[0] < incoming.matched:
@@ -331,7 +359,9 @@ class Link:
             self._reading = None
             receive.transfer.finish()
 
-    async def _receive_early(self, stream: Stream, incoming: _Incoming, header: Header) -> None:
+    async def _receive_early(
+        self, stream: Stream, channel: Channel, incoming: _Incoming, header: Header
+    ) -> None:
         self._early_cost += header.nbytes + MESSAGE_COST
         if self._early_cost > EAGER_BUDGET:
             raise ProtocolError("receiving a message", why="more was sent unasked than agreed")
@@ -339,6 +369,8 @@ class Link:
         incoming.early.append((header, data))
         if incoming.posted:  # while the bytes came
             self._take_early(incoming.posted.popleft(), incoming)
+        else:
+            self._owner.unmatched(self.peer, channel)
 
     def _take_early(self, receive: PostedReceive, incoming: _Incoming) -> None:
         header, data = incoming.early.popleft()
@@ -364,6 +396,9 @@ class Link:
             receive.transfer.finish(error)
             return False
         return True
+
+    def _is_unmatched(self, incoming: _Incoming, index: int) -> bool:
+        return index >= incoming.matched + len(incoming.posted)
 
     def _answer(self, channel: Channel, incoming: _Incoming) -> None:
         """Want the message that is offered, if its receive is posted and it fits."""
@@ -420,6 +455,8 @@ class Link:
                     case "offer", [channel, index, header]:
                         incoming = self._in(channel)
                         incoming.offer = (index, header)
+                        if self._is_unmatched(incoming, index):
+                            self._owner.unmatched(self.peer, channel)
                         self._answer(channel, incoming)
                     case "ack", [cost]:
                         self._budget = min(self._budget + cost, EAGER_BUDGET)
@@ -438,11 +475,11 @@ class Link:
             # Only a reader knows whether the other side left: its end comes after its messages.
             if not writes:
                 await anyio.sleep(REPORT_GRACE)
-                self._broke(error)
+                await self._broke(error)
         except MeshError as error:
-            self._broke(error)
+            await self._broke(error)
 
-    def _broke(self, error: MeshError) -> None:
+    async def _broke(self, error: MeshError) -> None:
         if self._gone is not None:
             self._scope.cancel()
             return
@@ -451,12 +488,14 @@ class Link:
             return
         kind = RankFailed if isinstance(error, ProtocolError) else RankLost
         label = self._owner.label(self.peer)
-        lost = kind(
+        lost: CollectiveError = kind(
             f"group '{self._owner.group}'",
             ranks=(self.peer,),
             why=f"{label} is lost: {error.why or error}",
             fix="Leave the group and form a new one without it.",
         )
+        if kind is RankLost:
+            lost = await self._owner.lost(self.peer, lost)
         self._abandon(lost)
         self._owner.fail(lost)
         self._scope.cancel()
@@ -490,6 +529,7 @@ class Link:
                 open_one.transfer.finish(error)
         self._writing = self._reading = None
         self._signal_idle()
+        self._owner.departed()
 
     def _signal_idle(self) -> None:
         event, self._idle_event = self._idle_event, anyio.Event()

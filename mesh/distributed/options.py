@@ -18,7 +18,9 @@ from anyio.from_thread import BlockingPortal
 from mesh.collective import UnsupportedCollective
 from transport import Endpoint
 
-__all__ = ["MeshNode", "Options", "options_in_use", "use"]
+__all__ = ["DEFAULT_JOB", "MeshNode", "Options", "options_in_use", "use"]
+
+DEFAULT_JOB = "default"
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # one word of a scope
 
@@ -43,10 +45,15 @@ class Options:
         node: this rank's node, which must stay open as long as the group.
         job: the ranks' common name. Members must hold the scope ``collective:JOB`` at each other.
             Whoever holds it can make the others run code, through torch's own object collectives.
+        objects: whether torch's object collectives, which unpickle what other ranks send, may be
+            used with the group; off, `UnsupportedCollective` is raised before anything is sent or
+            unpickled. ``gather_object`` and the like, and what stands on them: consolidation of
+            sharded optimizers, checkpoints.
     """
 
     node: MeshNode
-    job: str = "default"
+    job: str = DEFAULT_JOB
+    objects: bool = True
 
     def __post_init__(self) -> None:
         if not _JOB.fullmatch(self.job):
@@ -54,6 +61,9 @@ class Options:
                 f"job name {self.job!r}",
                 why="it must be 1 to 64 letters, digits, '_', '.', '-', and not begin with . or -",
             )
+
+    def __deepcopy__(self, memo: object) -> Options:
+        return self  # torch copies the options of a group that is split; there is one node
 
     @property
     def scope(self) -> str:
@@ -65,9 +75,9 @@ _in_use: ContextVar[Options | None] = ContextVar("mesh_options", default=None)
 
 
 @contextlib.contextmanager
-def use(node: MeshNode, *, job: str = "default") -> Iterator[None]:
-    """Let groups that are formed in this block, by this thread, run on `node`."""
-    token = _in_use.set(Options(node, job))
+def use(node: MeshNode, *, job: str = DEFAULT_JOB, objects: bool = True) -> Iterator[None]:
+    """Let groups that are formed in this block, by this thread, run on `node`; see `Options`."""
+    token = _in_use.set(Options(node, job, objects))
     try:
         yield
     finally:

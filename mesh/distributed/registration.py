@@ -6,21 +6,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from _quicmesh_autoload import register
 from mesh.collective import UnsupportedCollective
 from mesh.distributed.forming import form_group
 from mesh.distributed.group import BACKEND, ProcessGroupMesh
+from mesh.distributed.objects import refuse_objects
 from mesh.distributed.options import Options, options_in_use
+from mesh.distributed.program import program_options
 
-__all__ = ["register"]
-
-
-def register() -> None:
-    """Register the backend, unless it is already. Importing `mesh.distributed` does it."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+__all__ = ["create", "register"]
 
 
-def _create(c10d: Any, pg_options: object | None) -> ProcessGroupMesh:
+def create(c10d: Any, pg_options: object | None) -> ProcessGroupMesh:
     """Make a process group; called by torch on each rank of it.
 
     Args:
@@ -28,6 +25,8 @@ def _create(c10d: Any, pg_options: object | None) -> ProcessGroupMesh:
         pg_options: `Options`, or None for those in use.
     """
     options = _options(pg_options)
+    if not options.objects:
+        refuse_objects()
     exchange = form_group(
         options,
         c10d.store,
@@ -41,11 +40,11 @@ def _create(c10d: Any, pg_options: object | None) -> ProcessGroupMesh:
 
 def _options(given: object | None) -> Options:
     if given is None:
-        given = options_in_use() or _options_of_default_group()
+        given = options_in_use() or _options_of_default_group() or program_options()
     if not isinstance(given, Options):
         raise UnsupportedCollective(
             f"a process group with backend '{BACKEND}'",
-            why="no node was given" if given is None else f"pg_options is a {type(given).__name__}",
+            why=f"pg_options is a {type(given).__name__}",
             fix="Pass pg_options=mesh.distributed.Options(node=...), or form the group in a block "
             "of mesh.distributed.use(node).",
         )

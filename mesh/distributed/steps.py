@@ -24,6 +24,7 @@ from mesh.collective import (
     check_writable,
     gathered,
     refuse_unless_reducible,
+    refuse_unless_sparse_reducible,
     scatter_back,
 )
 from tensor_bridge import dtype_name
@@ -39,6 +40,7 @@ __all__ = [
     "broadcast",
     "gather",
     "message",
+    "monitored_barrier",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -61,8 +63,18 @@ def barrier() -> Step:
     return Step(Signature("barrier"), collective.barrier)
 
 
+def monitored_barrier(*, name_all: bool) -> Step:
+    """Meet all ranks, or have rank 0 name those that are missing."""
+    return Step(
+        Signature("monitored_barrier"),
+        lambda operation: collective.monitored_barrier(operation, name_all=name_all),
+    )
+
+
 def all_reduce(tensor: torch.Tensor, op: Reduction) -> Step:
     """Replace `tensor` by its reduction over all ranks."""
+    if tensor.is_sparse:
+        return _all_reduce_sparse(tensor, op)
     check_writable(tensor, "all_reduce")
     refuse_unless_reducible(tensor.dtype, op)
 
@@ -72,6 +84,17 @@ def all_reduce(tensor: torch.Tensor, op: Reduction) -> Step:
         scatter_back(elements, tensor)
 
     return Step(_equal("all_reduce", tensor, str(op)), run)
+
+
+def _all_reduce_sparse(tensor: torch.Tensor, op: Reduction) -> Step:
+    refuse_unless_sparse_reducible(tensor, op)
+
+    def run(operation: Operation) -> None:
+        # Into the tensor itself: a detached sparse tensor would keep the result to itself.
+        tensor.copy_(collective.all_reduce_sparse(operation, tensor, op))
+
+    shape = f"{op}, shape {tuple(tensor.shape)}, {tensor.sparse_dim()} sparse"
+    return Step(_varied("all_reduce sparse", tensor.dtype, shape), run)
 
 
 def reduce(tensor: torch.Tensor, root: int, op: Reduction) -> Step:
@@ -261,7 +284,7 @@ def all_to_all_single(
 
 def message(tensor: torch.Tensor, name: str) -> Signature:
     """Return what both sides of a tagged message must agree on. `name` is for errors."""
-    (check_readable if name == "send" else check_writable)(tensor, name)
+    (check_writable if name == "recv" else check_readable)(tensor, name)
     return _equal("send/recv", tensor)
 
 

@@ -39,20 +39,22 @@ class MeshWork(Work):
         what: the operation, for messages.
         result: what ``result()`` and the future give: the caller's tensors.
         deadline: when the operation ends by itself at the latest, on ``time.monotonic``'s clock.
-        source: for a receive, the rank it is from.
 
     Attributes:
         what: as given.
+        deadline: as given.
+        source: for a receive that is over, the rank it is from; else -1.
         began: when it was issued.
     """
 
-    def __init__(self, what: str, result: Any, deadline: float, source: int = -1) -> None:
+    def __init__(self, what: str, result: Any, deadline: float) -> None:
         super().__init__()
         self.what = what
+        self.deadline = deadline
+        self.source = -1
         self._result = result
-        self._deadline = deadline
-        self._source = source
         self.began = time.monotonic()
+        self._ended: float | None = None
         self._error: BaseException | None = None
         self._is_over = False
         self._latch = threading.Lock()
@@ -74,7 +76,7 @@ class MeshWork(Work):
             CollectiveError: the operation failed, or did not end in time.
         """
         seconds = timeout.total_seconds()
-        end = self._deadline + GRACE_SECONDS
+        end = self.deadline + GRACE_SECONDS
         if seconds > 0:
             end = min(end, time.monotonic() + seconds)
         if not self._is_over:
@@ -118,10 +120,14 @@ class MeshWork(Work):
 
     def source_rank(self) -> int:
         """Return the rank that a receive was from, or -1."""
-        return self._source
+        return self.source
 
     def _source_rank(self) -> int:
-        return self._source
+        return self.source
+
+    def block_current_stream(self) -> None:
+        """Wait as `wait` does: results on the CPU have no stream to block."""
+        self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the caller's tensors, or of the error."""
@@ -134,6 +140,10 @@ class MeshWork(Work):
             self.complete()
         return future
 
+    def _get_duration(self) -> float:
+        """Return the milliseconds from issue to end, so far if it is not over."""
+        return 1000 * ((self._ended or time.monotonic()) - self.began)
+
     # What the engine calls.
 
     def end(
@@ -142,6 +152,7 @@ class MeshWork(Work):
         """Mark the operation as over, and have its future completed by way of `submit`."""
         with self._lock:
             self._error = error
+            self._ended = time.monotonic()
             self._is_over = True
         self._latch.release()
         if self._future is not None:

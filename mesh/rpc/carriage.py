@@ -14,7 +14,7 @@ from tensor_bridge import QuotaExceeded, TensorMeta, allocate, chunks, describe,
 from tensor_bridge.lanes import Lanes, choose_lane
 from tensor_bridge.lanes.choice import Offer
 from tensor_bridge.memory import Payload
-from tensor_bridge.moves import settle
+from tensor_bridge.moves import Landing, settle
 from transport import Connection, Stream
 
 __all__ = [
@@ -134,7 +134,8 @@ async def fetch_part(
         QuotaExceeded: this machine has not so much memory.
         MeshError: the peer has no such part, or is gone.
     """
-    tensor = lanes.memory.allocate(meta)
+    landing = Landing(meta, lanes.memory)
+    landing.allocate()
     offer = await lanes.offer(connection, meta.nbytes)
     order = PartOpen(key, number, True, offer.names)
     stream = await connection.open_stream(PART_SERVICE, order.encode())
@@ -143,8 +144,8 @@ async def fetch_part(
         with offer.landing(stream):
             accepted = PartAccepted.decode(await stream.reply())
             way = choose_lane(stream, offer, accepted.lane, stall_seconds=STALL_SECONDS)
-            await way.receive(tensor_bytes(tensor), _ignore)
-    return tensor
+            await way.receive(landing)
+    return landing.tensor
 
 
 async def serve_send(stream: Stream, offer: Offer, tensor: torch.Tensor) -> None:
@@ -156,12 +157,12 @@ async def serve_send(stream: Stream, offer: Offer, tensor: torch.Tensor) -> None
         await settle(stream)
 
 
-async def serve_receive(stream: Stream, offer: Offer, tensor: torch.Tensor) -> None:
+async def serve_receive(stream: Stream, offer: Offer, landing: Landing) -> None:
     """Take one large tensor of a request on the stream that a peer has opened for it."""
     with offer.landing(stream):
         await stream.send_reply(PartAccepted(offer.best).encode())
         way = choose_lane(stream, offer, offer.best, stall_seconds=STALL_SECONDS)
-        await way.receive(tensor_bytes(tensor), _ignore)
+        await way.receive(landing)
         await settle(stream)
 
 

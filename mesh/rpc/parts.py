@@ -15,6 +15,7 @@ from mesh.rpc.carriage import serve_receive, serve_send
 from mesh.rpc.errors import RefLost
 from mesh.rpc.owned import new_id
 from mesh.rpc.wire import Beside, PartOpen, Request
+from tensor_bridge.moves import Landing
 from transport import Incoming, LimitExceeded, ProtocolError
 
 if TYPE_CHECKING:
@@ -139,9 +140,10 @@ class Parts:
         if order.number not in expected.metas or order.number in expected.begun:
             raise _unknown()
         expected.begun.add(order.number)
-        tensor = self._agent.lanes.memory.allocate(expected.metas[order.number])
-        await serve_receive(incoming.stream, offer, tensor)
-        expected.landed[order.number] = tensor
+        landing = Landing(expected.metas[order.number], self._agent.lanes.memory)
+        landing.allocate()
+        await serve_receive(incoming.stream, offer, landing)
+        expected.landed[order.number] = landing.tensor
         if len(expected.landed) == len(expected.metas):
             expected.all_landed.set()
 

@@ -36,6 +36,13 @@ class _Posted:
     transfer: Transfer
 
 
+@dataclasses.dataclass
+class _Wanted:
+    check: Callable[[int], Check]
+    into: memoryview
+    transfer: Transfer
+
+
 class MemoryNetwork:
     """What the exchanges of one group share.
 
@@ -64,6 +71,7 @@ class MemoryNetwork:
         self.lock = threading.RLock()
         self.sent: dict[tuple[int, int, Channel], deque[_Sent]] = defaultdict(deque)
         self.posted: dict[tuple[int, int, Channel], deque[_Posted]] = defaultdict(deque)
+        self.wanted: dict[tuple[int, Channel], deque[_Wanted]] = defaultdict(deque)
         self.left: set[int] = set()
         self.ranks = [MemoryExchange(self, rank) for rank in range(size)]
         self.hosts = hosts
@@ -88,6 +96,11 @@ class MemoryNetwork:
 
     def match(self, key: tuple[int, int, Channel]) -> None:
         sent, posted = self.sent[key], self.posted[key]
+        wanted = self.wanted[key[1:]]
+        while len(sent) > len(posted) and wanted:
+            want = wanted.popleft()
+            want.transfer.peer = key[0]
+            posted.append(_Posted(want.check(key[0]), want.into, want.transfer))
         while sent and posted:
             message, receipt = sent.popleft(), posted.popleft()
             self.messages += 1
@@ -176,6 +189,25 @@ class MemoryExchange:
         self.expire(transfer, deadline)
         return transfer
 
+    def post_receive_any(
+        self,
+        channel: Channel,
+        check: Callable[[int], Check],
+        into: memoryview,
+        deadline: float | None = None,
+    ) -> Transfer:
+        self.pause()
+        transfer = Transfer(-1)
+        with self.network.lock:
+            if self.failure is not None:
+                transfer.finish(self.failure)
+                return transfer
+            self.network.wanted[self.rank, channel].append(_Wanted(check, into, transfer))
+            for peer in range(self.size):
+                self.network.match((peer, self.rank, channel))
+        self.expire(transfer, deadline)
+        return transfer
+
     def fail(self, error: CollectiveError) -> None:
         with self.network.lock:
             for rank in self.network.ranks:
@@ -197,6 +229,11 @@ class MemoryExchange:
                 for receipt in receipts:
                     receipt.transfer.finish(error)
                 receipts.clear()
+        for (target, _), wanted in list(self.network.wanted.items()):
+            if target == self.rank:
+                for want in wanted:
+                    want.transfer.finish(error)
+                wanted.clear()
 
     def close(self, timeout: float) -> None:
         if self.board is not None:

@@ -119,6 +119,102 @@ def test_tags_in_any_order_and_number(cluster) -> None:
     run_ranks(2, body, timeout=40)
 
 
+@pytest.mark.parametrize("posted_first", [True, False])
+def test_receives_from_any_rank(cluster, posted_first) -> None:
+    """Messages that go unasked and ones that wait to be asked for, before and after the receive."""
+    groups = cluster.form(3)
+    lengths = [1, 20_000, 2, 30_000]
+
+    def body(rank: int) -> list[tuple[int, int, float]]:
+        group = groups[rank]
+        if rank:
+            if posted_first:
+                group.barrier().wait()
+            sends = [
+                group.send([torch.full((length,), float(rank))], 0, tag)
+                for tag, length in enumerate(lengths)
+            ]
+            if not posted_first:
+                group.barrier().wait()
+            for send in sends:
+                send.wait()
+            return []
+        if not posted_first:
+            group.barrier().wait()
+        posted = []
+        for tag, length in enumerate(lengths * 2):
+            tag %= len(lengths)
+            out = torch.empty(length)
+            posted.append((tag, out, group.recv_anysource([out], tag)))
+        if posted_first:
+            group.barrier().wait()
+        found = []
+        for tag, out, work in posted:
+            work.wait()
+            assert out.eq(out[0]).all()
+            found.append((tag, work.source_rank(), out[0].item()))
+        return found
+
+    found = run_ranks(3, body)[0]
+    assert sorted(found) == [(tag, rank, float(rank)) for tag in range(4) for rank in (1, 2)]
+
+
+def test_a_named_rank_comes_before_any_rank(cluster) -> None:
+    groups = cluster.form(2)
+    outs = [torch.empty(1), torch.empty(1)]
+    works = [groups[0].recv_anysource([outs[0]], 0), groups[0].recv([outs[1]], 1, 0)]
+    for value in (1.0, 2.0):
+        groups[1].send([torch.tensor([value])], 0, 0).wait()
+    assert all(work.wait() for work in works)
+    assert [out.item() for out in outs] == [2, 1]
+
+
+def test_a_receive_from_any_rank_ends_with_the_last_that_could_send(cluster) -> None:
+    groups = cluster.form(3)
+    work = groups[0].recv_anysource([torch.empty(1)], 0)
+    groups[1].shutdown()
+    assert not work.is_completed()
+    groups[2].shutdown()
+    with pytest.raises(RankLeft):
+        work.wait(timedelta(seconds=5))
+    with pytest.raises(RankLeft):
+        groups[0].recv_anysource([torch.empty(1)], 0).wait(timedelta(seconds=5))
+
+
+def test_a_receive_from_any_rank_times_out_naming_those_that_could_have_sent(cluster) -> None:
+    groups = cluster.form(3, timeout=0.3)
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 .* or rank 2 .*still awaited") as caught:
+        groups[0].recv_anysource([torch.empty(1)], 0).wait()
+    assert caught.value.ranks == (1, 2)
+    with pytest.raises(CollectiveError):
+        groups[0].recv_anysource([torch.empty(1)], 0).wait()
+
+
+def test_groups_of_groups_reuse_the_connections(cluster) -> None:
+    groups = cluster.form(3)
+    before = [node.endpoint.connections for node in cluster.nodes]
+
+    def body(rank: int) -> list[float]:
+        parent, found = groups[rank], []
+        store = dist.PrefixStore("merge", parent.get_group_store())
+        for made in (
+            parent.split_group([2, 0], timedelta(seconds=7), group_desc="two"),
+            parent.merge_remote_group(store, 3, group_name="all"),
+        ):
+            if made is None:
+                found.append(-1.0)
+                continue
+            tensor = torch.tensor([float(rank)])
+            made.allreduce([tensor]).wait()
+            found.append(tensor.item())
+            assert (made.group_desc == "two") is (made.size() == 2)
+            made.shutdown()
+        return found
+
+    assert run_ranks(3, body) == [[2, 3], [-1, 3], [2, 3]]
+    assert [node.endpoint.connections for node in cluster.nodes] == before
+
+
 def test_what_is_not_received_is_bounded(cluster) -> None:
     groups = cluster.form(2)
     count = 400
@@ -424,5 +520,5 @@ def test_options_say_which_node() -> None:
         assert options_in_use() is None
         with pytest.raises(UnsupportedCollective, match="job name"):
             Options(node, "no:colons")
-    with pytest.raises(UnsupportedCollective, match="no node was given"):
-        dist.init_process_group("mesh", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(UnsupportedCollective, match="pg_options is a int"):
+        dist.init_process_group("mesh", store=dist.HashStore(), rank=0, world_size=1, pg_options=5)

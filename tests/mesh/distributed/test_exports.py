@@ -21,11 +21,11 @@ def test_collective_names() -> None:
     assert sorted(mesh.collective.__all__) == [
         "COLLECTIVE", "CollectiveError", "CollectiveMismatch", "CollectiveTimeout", "Exchange",
         "GroupAborted", "Header", "Hosts", "Operation", "RankFailed", "RankLeft", "RankLost",
-        "Reduction", "Signature", "Transfer", "UnsupportedCollective", "all_gather",
-        "all_reduce", "all_to_all",
-        "barrier", "broadcast", "check_distinct", "check_readable", "check_writable", "expect",
-        "gather", "gathered", "raw", "reduce", "reduce_scatter", "refuse_unless_reducible",
-        "scatter", "scatter_back",
+        "Reduction", "Signature", "Transfer", "UnsupportedCollective", "all_gather", "all_reduce",
+        "all_reduce_sparse", "all_to_all", "barrier", "broadcast", "check_distinct",
+        "check_readable", "check_writable", "expect",
+        "gather", "gathered", "monitored_barrier", "raw", "reduce", "reduce_scatter",
+        "refuse_unless_reducible", "refuse_unless_sparse_reducible", "scatter", "scatter_back",
     ]  # fmt: skip
     assert all(hasattr(mesh.collective, name) for name in mesh.collective.__all__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import time
 import weakref
@@ -260,8 +261,11 @@ def test_arguments_that_cannot_work_are_refused_at_the_call(ranks) -> None:
         (lambda: group.send([x], 0, 1), "this rank itself"),
         (lambda: group.send([x], 7, 1), "ranks 0 to 2"),
         (lambda: group.recv([x], 1, -3), "tags are from 0"),
-        (lambda: group.recv_anysource([x], 0), "recv_anysource"),
-        (lambda: group.monitored_barrier(), "does not have it yet"),
+        (lambda: group.split_group([0, 0]), "a rank comes twice"),
+        (lambda: group.split_group([0, 5]), "ranks 0 to 2"),
+        (lambda: group.split_group([0, 1]), "no node to run it on"),
+        (lambda: group.shrink([1]), "leave the group"),
+        (lambda: group._register_on_completion_hook(print), "get_future"),
     ]:
         with pytest.raises(UnsupportedCollective, match=words):
             call()
@@ -292,6 +296,165 @@ def test_tags_match_in_any_order_and_number(ranks, eager) -> None:
     first = [t + t / 4 for t in reversed(range(count))]
     second = [t + (t + count) / 4 for t in reversed(range(count))]
     assert found == first + second
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_receives_from_any_rank_tell_from_which(ranks, eager) -> None:
+    groups = ranks(3, eager=eager)
+
+    def body(rank: int) -> list[tuple[int, float]]:
+        group = groups[rank]
+        if rank:
+            for value in (rank, rank + 0.5):
+                group.send([torch.tensor([float(value)])], 0, 7).wait()
+            return []
+        found = []
+        for _ in range(4):
+            out = torch.empty(1)
+            work = group.recv_anysource([out], 7)
+            work.wait()
+            found.append((work.source_rank(), out.item()))
+        return found
+
+    found = run_ranks(3, body)[0]
+    assert sorted(found) == [(1, 1.0), (1, 1.5), (2, 2.0), (2, 2.5)]
+    for source in (1, 2):  # in order of each sender
+        assert [value for rank, value in found if rank == source] == [source, source + 0.5]
+
+
+def test_a_receive_from_any_rank_times_out_naming_all(ranks) -> None:
+    group = ranks(3, timeout=0.1)[0]
+    with pytest.raises(CollectiveTimeout, match="still awaited"):
+        group.recv_anysource([torch.empty(1)], 0).wait()
+    with pytest.raises(UnsupportedCollective, match="there is no other"):
+        ranks(1)[0].recv_anysource([torch.empty(1)], 0)
+
+
+def test_a_timeout_leaves_a_record_of_what_went_before(ranks, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MESH_FLIGHT_DIR", str(tmp_path))
+    groups = ranks(3, timeout=0.2)
+
+    def body(rank: int) -> None:
+        groups[rank].allreduce([torch.ones(2)]).wait()
+        if rank != 1:
+            groups[rank].barrier()  # queued behind nothing, awaited by nobody
+            groups[rank].broadcast([torch.ones(3)], 0).wait()
+
+    found = outcomes(3, body)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2  # one for each rank that timed out, for all its operations
+    for rank, file in zip((0, 2), files, strict=True):
+        assert str(file) in str(found[rank])
+        assert file.stat().st_mode & 0o077 == 0
+        record = json.loads(file.read_text())
+        assert (record["rank"], record["size"], record["awaited_ranks"]) == (rank, 3, [1])
+        assert (record["last_issued"], record["last_completed"]) == (2, 0)
+        first, second, third = record["operations"]
+        assert first["operation"] == "all_reduce(float32, 2 elements, SUM)"
+        assert [one["state"] for one in (first, second, third)] == ["done", "failed", "queued"]
+        assert "rank 1 (node-1)" in second["error"]
+    assert groups[0].flight_record()["last_issued"] == 2
+
+
+def test_the_record_is_bounded_and_a_full_disk_hides_no_error(ranks, monkeypatch) -> None:
+    monkeypatch.setenv("MESH_FLIGHT_DIR", "/nonexistent")
+    group = ranks(2, timeout=0.05)[0]
+    assert group.flight_record()["operations"] == []
+    for _ in range(300):
+        group.barrier()
+    assert len(group.flight_record()["operations"]) == 256
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        group.barrier().wait()
+
+
+@pytest.mark.parametrize("name_all", [True, False])
+def test_a_monitored_barrier_names_who_is_missing(ranks, name_all) -> None:
+    groups = ranks(4)
+
+    def body(rank: int) -> None:
+        groups[rank].monitored_barrier(timedelta(seconds=5), wait_all_ranks=name_all)
+        if rank in (0, 2):
+            groups[rank].monitored_barrier(timedelta(seconds=0.2), name_all)
+
+    found = outcomes(4, body)
+    assert found[1] is None
+    assert found[3] is None
+    named = "Ranks 1, 3" if name_all else "Rank 1"
+    assert f"{named} failed to pass monitoredBarrier" in str(found[0])
+    assert "rank 3 (node-3)" in str(found[0])
+    assert found[0].ranks == found[2].ranks == (1, 3)
+    assert "Rank 2 successfully reached monitoredBarrier, but received errors" in str(found[2])
+    with pytest.raises(CollectiveTimeout, match="Rank 0 timed out in monitoredBarrier after 0 ms"):
+        groups[0].monitored_barrier(timedelta(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.complex64])
+@pytest.mark.parametrize("size", SIZES)
+def test_sparse_tensors_are_summed_and_averaged(ranks, size, dtype) -> None:
+    groups = ranks(size)
+
+    def of(rank: int) -> torch.Tensor:
+        dense = torch.zeros(5, 4, dtype=dtype)
+        dense[rank % 5] = rank + 1
+        dense[4, rank % 4] += 2
+        return dense.to_sparse(1)  # rows, each dense
+
+    def body(rank: int) -> list[torch.Tensor]:
+        found = []
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            tensor = of(rank) if rank != 1 else torch.zeros(5, 4, dtype=dtype).to_sparse(1)
+            groups[rank].allreduce([tensor], op).wait()
+            found.append(tensor.to_dense())
+        return found
+
+    parts = [of(rank).to_dense() for rank in range(size) if rank != 1]
+    total = torch.stack(parts).sum(0).to(dtype)
+    mean = total.div(size, rounding_mode=None if dtype != torch.int32 else "trunc")
+    for found in run_ranks(size, body):
+        assert torch.equal(found[0], total)
+        assert torch.allclose(found[1], mean.to(dtype))
+
+
+def test_sparse_tensors_of_different_shapes_or_ops_are_refused(ranks) -> None:
+    groups = ranks(2)
+    one = torch.eye(3).to_sparse()
+    with pytest.raises(UnsupportedCollective, match="summed or averaged"):
+        groups[0].allreduce([one], ReduceOp.MAX)
+    with pytest.raises(UnsupportedCollective, match="sparse"):
+        groups[0].broadcast(one, 0)
+    found = outcomes(
+        2, lambda rank: groups[rank].allreduce([torch.eye(3 + rank).to_sparse()]).wait()
+    )
+    assert all(isinstance(error, CollectiveMismatch) for error in found)
+    assert "shape (4, 4)" in str(found[0])
+
+
+def test_coalesced_operations_are_one_work(ranks) -> None:
+    groups = ranks(2)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        group, tensors = groups[rank], [torch.full((2,), rank + i) for i in range(3)]
+        group._start_coalescing(torch.device("cpu"))
+        for tensor in tensors:
+            group.allreduce([tensor])
+        work = group._end_coalescing(torch.device("cpu"))
+        assert work.wait()
+        assert len(work.result()) == 3
+        group._start_coalescing(torch.device("cpu"))
+        assert group._end_coalescing(torch.device("cpu")).wait()  # nothing is over at once
+        return tensors
+
+    for found in run_ranks(2, body):
+        assert [tensor.tolist() for tensor in found] == [[1, 1], [3, 3], [5, 5]]
+
+
+def test_one_of_several_coalesced_operations_fails_them_all(ranks) -> None:
+    groups = ranks(2, timeout=0.2)
+    groups[0]._start_coalescing(torch.device("cpu"))
+    groups[0].allreduce([torch.ones(1)])
+    groups[0].send([torch.ones(1)], 1, 3)
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        groups[0]._end_coalescing(torch.device("cpu")).wait()
 
 
 # Work and Future.

@@ -154,7 +154,7 @@ def doomed_backward(rank: int, size: int) -> Any:
 
 
 def killed(rank: int, size: int) -> Any:
-    """All-reduce for ever; the test kills the last rank."""
+    """All-reduce for ever; the test kills the last rank, or of four the last two."""
     tensor = torch.ones(200_000)
     dist.all_reduce(tensor)
     print("ready", flush=True)
@@ -169,7 +169,16 @@ def killed(rank: int, size: int) -> Any:
         burnt = time.process_time() - cpu
         ranks = list(getattr(error, "ranks", ()))
         shared = dist.group.WORLD._engine.exchange.board is not None
-        return [type(error).__name__, str(error), ranks, raised_at, burnt, shared]
+        dist.destroy_process_group()
+        survivors = [each for each in range(size) if each not in ranks]
+        store = dist.FileStore(sys.argv[4] + "-again", len(survivors))
+        dist.init_process_group(
+            "mesh", store=store, rank=survivors.index(rank), world_size=len(survivors)
+        )
+        after = torch.ones(1)
+        dist.all_reduce(after)
+        dist.destroy_process_group()
+        return [type(error).__name__, str(error), ranks, raised_at, burnt, shared, after.item()]
 
 
 def fall_off(rank: int, size: int) -> Any:
