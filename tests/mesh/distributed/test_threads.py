@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from mesh.distributed.threads import OpThread
 
 from mesh.collective import RankLost
 from mesh.distributed import MeshWork
+from mesh.threads import OpThread
 
 
 @pytest.fixture
