@@ -118,9 +118,17 @@ class Engine:
         work = self._work(what, [tensor], deadline)
         header = Header(signature, 0, 0, payload.nbytes)
         transfer = self.exchange.post_send(peer, tag, header, payload, deadline)
-        transfer.add_done_callback(
-            lambda done: work.end(self._explained(work, done), self._completer.submit)
-        )
+
+        def end(done: Transfer) -> None:
+            work.end(self._explained(work, done), self._completer.submit)
+
+        def ended(done: Transfer) -> None:
+            if isinstance(done.error, CollectiveTimeout):  # writes a file: not in the loop
+                self._completer.submit(lambda: end(done))
+            else:
+                end(done)
+
+        transfer.add_done_callback(ended)
         return work
 
     def receive(

@@ -114,6 +114,8 @@ class Job:
         config = EndpointConfig(bind=self._plan.bind)
         async with Node.worker(self._home, config=config) as node:
             store, url, machine = await self._place(node)
+            if self._end.is_set():  # a signal was faster
+                return self._code
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._end_all)
@@ -126,6 +128,9 @@ class Job:
                         tasks.cancel_scope.cancel()
             finally:
                 self._kill_all()
+                with anyio.move_on_after(OUTPUT_SECONDS, shield=True):
+                    for process in self._ranks.values():
+                        await process.aclose()
         return self._code
 
     def stop(self, number: int) -> None:

@@ -50,6 +50,9 @@ SCOPE = "collective"
 MAX_JOBS = 256
 """Jobs with stores at once."""
 
+MAX_TOTAL = 256 << 20
+"""Bytes that all jobs together may keep: beyond, nothing more is written."""
+
 MAX_RANKS = 4096
 """Ranks of a job."""
 
@@ -144,6 +147,12 @@ class StoreService:
         operation = _OPERATIONS.get(str(value.get("op")))
         if operation is None:
             raise ProtocolError("an operation on a store", why="there is no such operation")
+        if value["op"] in _WRITING and sum(each.data.used for each in self._jobs.values()) > (
+            MAX_TOTAL
+        ):
+            raise LimitExceeded(
+                f"the store of job '{job}'", why="all jobs of this node together keep too much"
+            )
         return await operation(self._job(job), value, by)
 
     async def _serve(self, request: Incoming) -> CborValue:
@@ -317,6 +326,9 @@ _OPERATIONS = {
     "length": _length,
     "enrol": _enrol,
 }
+
+
+_WRITING = frozenset({"set", "add", "compare_set", "append", "push"})
 
 
 def _key(value: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from mesh.collective import (
 from mesh.distributed import ProcessGroupMesh
 from tests.mesh.collective.exchange_memory import MemoryNetwork, outcomes, run_ranks
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 2, 3, 4, 5]
 LAYOUTS = {
     "contiguous": lambda base: base,
     "transposed": lambda base: base.transpose(0, 3),

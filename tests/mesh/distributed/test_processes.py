@@ -36,6 +36,15 @@ def test_gradients_over_many_buckets_are_the_mean(tmp_path: Path) -> None:
     assert max(processes.run("ddp_static_buckets", 2, tmp_path)) < 1e-6
 
 
+def test_what_torch_builds_on_groups_computes_what_one_process_does(tmp_path: Path) -> None:
+    """Hooks, sharded optimizers and parameters, uneven inputs, distributed tensors, functions."""
+    for found in processes.run("stack", 3, tmp_path):
+        assert found.pop("compressed") < 1e-3  # gradients travel in 16 bits
+        assert found.pop("power_sgd") < 1e-2
+        assert len(found) == 7
+        assert max(found.values()) < 1e-5, found
+
+
 def test_object_collectives(tmp_path: Path) -> None:
     expected = [[0, 1, 2], [0, 1000, 2000], [{"from": 2}, [2, 2, 2]]]
     assert processes.run("objects", 3, tmp_path) == [expected] * 3

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,16 @@ def ddp_static_buckets(rank: int, size: int) -> Any:
         (local(each).square().mean() / size).backward()
     pairs = zip(mine, local.parameters(), strict=True)
     return max((got - parameter.grad).abs().max().item() for got, parameter in pairs)
+
+
+def stack(rank: int, size: int) -> Any:
+    logging.disable()  # torch warns of this and that
+    warnings.simplefilter("ignore")
+    from tests.mesh.distributed import stack as parts  # loads much
+
+    found = parts.stack(rank, size)
+    dist.destroy_process_group()
+    return found
 
 
 def objects(rank: int, size: int) -> Any:

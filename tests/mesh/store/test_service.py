@@ -213,6 +213,17 @@ async def test_jobs_and_waiters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
             await (await kept.client("two")).do("count")
 
 
+async def test_all_jobs_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_TOTAL", 1000)
+    async with keeper() as kept:
+        first, second = await kept.client("one"), await kept.client("two")
+        await first.do("set", keys=["k"], values=[bytes(2000)])
+        with pytest.raises(LimitExceeded, match="together keep too much"):
+            await second.do("set", keys=["k"], values=[b""])
+        await first.do("delete", key="k")
+        await second.do("set", keys=["k"], values=[b""])
+
+
 async def test_a_job_ends_with_its_last_member() -> None:
     async with keeper() as kept:
         first, second = await kept.client(), await kept.client()
