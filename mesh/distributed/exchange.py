@@ -279,7 +279,8 @@ class QuicExchange:
             self._any.fail(self._ended())
             self._take_calls()
             if self.failure is None and not (self._shared and self._shared.is_deserted):
-                self._leave_board()  # this node was closed: whoever waits for this rank is told
+                # A node was closed, this one or the others': whoever waits for this rank is told.
+                self._leave_board(next((link.gone for link in self._links.values()), None))
 
     def dissolve(self) -> None:
         """Give up a group that could not be formed."""
@@ -405,10 +406,10 @@ class QuicExchange:
     def _shared(self) -> Board | None:
         return self.hosts.board if self.hosts is not None else self.board
 
-    def _leave_board(self) -> None:
+    def _leave_board(self, why: CollectiveError | None = None) -> None:
         board = self._shared
         if board is not None:
-            board.close(is_broken=self.failure is not None)
+            board.close(is_broken=self.failure is not None, why=why)
 
     def _ended(self) -> CollectiveError:
         return GroupAborted(

@@ -161,6 +161,11 @@ class Link:
         self._data_scope = anyio.CancelScope()
         self._scope = anyio.CancelScope()
 
+    @property
+    def gone(self) -> CollectiveError | None:
+        """Why it carries nothing any more."""
+        return self._gone
+
     # What the exchange calls.
 
     def attach(self, kind: str, stream: Stream) -> None:

@@ -80,7 +80,8 @@ def share_memory(
                 why = str(error)
         offered = meeting.swap("offer", offers)[first]
         if len(ranks) > 1 and why is None:
-            patience = min(MEETING_SECONDS, max(0.0, deadline - time.monotonic()))
+            # Whoever waits in vain is to have time to say so.
+            patience = min(MEETING_SECONDS, max(0.0, deadline - time.monotonic()) / 2)
             try:
                 if reception is not None:
                     board = portal.call(reception.host_memory, patience)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from mesh.collective.errors import CollectiveError
 from mesh.collective.host.layout import Layout
 from tensor_bridge.lanes.shared.doorbell import Bell, Gone, Waiter
 
@@ -73,6 +74,8 @@ class Board:
         """Rounds that this rank has shown."""
         self.bytes = memoryview(memory)
         self.words = memoryview(memory).cast("Q")
+        self.why_closed: CollectiveError | None = None
+        """What ended the group, if it is closed and this rank has not left it."""
         self._memory = memory
         self._own = own
         self._eventfds = dict(eventfds)
@@ -180,7 +183,7 @@ class Board:
             if not self._is_closed:
                 self._waiter.wake()
 
-    def close(self, *, is_broken: bool = False) -> None:
+    def close(self, *, is_broken: bool = False, why: CollectiveError | None = None) -> None:
         """Leave: tell the others, and give up memory and descriptors. May be repeated.
 
         An operation that waits fails with `BoardClosed`. In a forked child nothing is done: both
@@ -189,12 +192,14 @@ class Board:
         Args:
             is_broken: the group is, and the others are told why in another way: they are to wait
                 for that.
+            why: what ended the group here, if it was not this rank that has left.
         """
         if os.getpid() != self._process:
             return
         with self._lock:
             if self._is_closed:
                 return
+            self.why_closed = why
             self._is_closed = True
             self._waiter.wake()
         if not self._in_use.acquire(timeout=CLOSE_SECONDS):

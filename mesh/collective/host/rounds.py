@@ -183,8 +183,10 @@ class Rounds:
 
     def _closed(self) -> CollectiveError:
         what = str(self._operation)
-        failure = self._operation.exchange.failure or GroupAborted(
-            what, why="this rank has left the group, or its node was closed"
+        failure = (
+            self._operation.exchange.failure
+            or self._board.why_closed
+            or GroupAborted(what, why="this rank has left the group, or its node was closed")
         )
         return failure.during(what, after=self._operation.elapsed())
 
