@@ -316,6 +316,7 @@ async def handed_over(m: Moves) -> AsyncIterator[Operation]:
 
         yield run
         await eventually(lambda: not any(link._landings for link in _links(one, other)))
+        await client.delete(ref)
 
 
 def _links(*nodes: Node) -> list[Link]:
