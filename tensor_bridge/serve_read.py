@@ -9,7 +9,7 @@ import anyio
 
 from auth import Claim, MeshError, TokenBook, TokenRefused, TokenState
 from tensor_bridge.errors import NoSuchTensor, TensorChanged
-from tensor_bridge.lanes import Lanes, choose_lane, sealed_memory
+from tensor_bridge.lanes import Lanes, SealedLane, choose_lane, sealed_memory
 from tensor_bridge.memory import Payload
 from tensor_bridge.moves import INTERRUPTED, MoveLimits, deadline, receive_message
 from tensor_bridge.store import StoredTensor, TensorStore
@@ -70,7 +70,7 @@ class ReadService:
         offer = self._lanes.answer(
             incoming.connection,
             order.lanes,
-            sealed=payload.sealed_by(sealed_memory) is not None,
+            sealed=SealedLane.name in order.lanes and payload.sealed_by(sealed_memory) is not None,
         )
         with deadline(
             self._limits.total, "read of a tensor", peer=incoming.peer, why="it is too slow"

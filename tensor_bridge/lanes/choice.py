@@ -180,18 +180,12 @@ class Lanes:
         if offer.link is None:
             return None
         move = FIRST_MOVE + next(self._moves)
-        gone = anyio.Event()
-        with offer.link.landing(move) as landing, offer.link.watched(gone.set):
+        with offer.link.landing(move) as landing:
             if not await ask(move):
                 return None
             offer.link.take_what_is_there()  # sent before the answer, on another way
-            if landing.has_memory:
+            with anyio.CancelScope() as scope, offer.link.watched(scope.cancel):
                 return (await landing.take_sealed(nbytes)).storage
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_cancel_at, gone, tasks.cancel_scope)
-                storage = (await landing.take_sealed(nbytes)).storage
-                tasks.cancel_scope.cancel()
-                return storage
         offer.link.check()
         return None
 
@@ -208,11 +202,6 @@ class Lanes:
             return LaneStatus(SharedLane.name)
         why = self._sharing.why_not(connection)
         return LaneStatus(QuicLane.name, why or "no move was large enough so far to ask for more")
-
-
-async def _cancel_at(event: anyio.Event, scope: anyio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
 
 
 NO_LANES = Lanes(None)

@@ -22,7 +22,7 @@ from tensor_bridge import (
     TensorStore,
 )
 from tensor_bridge.codec import describe
-from tensor_bridge.lanes.shared.link import SLOTS
+from tensor_bridge.lanes.shared.link import SLOTS, Link
 from tensor_bridge.memory import Payload, tensor_bytes
 from tensor_bridge.moves import settle
 from tests.cancelling import (
@@ -309,18 +309,20 @@ async def handed_over(m: Moves) -> AsyncIterator[Operation]:
     async with together(*(node(lanes=LANES["shared-memory"]) for _ in range(2))) as (one, other):
         client, tensor = await one.client(other), filled((5000,), torch.uint8)
         ref = await client.put(tensor, shareable=True)
+        await eventually(lambda: all(link.calls is not None for link in _links(one, other)))
 
         async def run() -> None:
             assert same(await client.get(ref, copy=False), tensor)
 
         yield run
-        await eventually(lambda: not any(each for each in _landings(one)))
+        await eventually(lambda: not any(link._landings for link in _links(one, other)))
+        await client.delete(ref)
 
 
-def _landings(own: Node) -> list[object]:
-    sharing = own.lanes._sharing
-    assert sharing is not None
-    return [pair.link._landings for pair in sharing._pairs.values() if pair.link is not None]
+def _links(*nodes: Node) -> list[Link]:
+    sharings = [each.lanes._sharing for each in nodes]
+    pairs = [pair for each in sharings if each is not None for pair in each._pairs.values()]
+    return [pair.link for pair in pairs if pair.link is not None]
 
 
 @covers("transport.Endpoint.answer", stride=2)

@@ -72,11 +72,6 @@ class Landing:
         self._descriptor: int | None = None
         """Of sealed memory that came before anybody has said what it has to be."""
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether sealed memory has come that nobody has taken."""
-        return self._descriptor is not None
-
     async def take_sealed(self, nbytes: int) -> SealedMemory:
         """Wait for memory that holds all of the move's `nbytes`, and return it.
 
