@@ -26,7 +26,6 @@ from transport.errors import (
     ProtocolError,
 )
 from transport.frames import request_frame
-from transport.protocol import ConnectionCore
 from transport.protocol.events import (
     ConnectionEnded,
     EndedBy,
@@ -40,7 +39,7 @@ from transport.protocol.events import (
 from transport.stream import Stream
 
 if TYPE_CHECKING:
-    from transport.driver import Driver
+    from transport.engine import Engine, Link
 
 __all__ = ["MESH_ALPN", "Connection", "ConnectionInfo"]
 
@@ -84,7 +83,7 @@ class Connection:
     """
 
     def __init__(
-        self, driver: Driver, core: ConnectionCore, address: SocketAddress, *, outbound: bool
+        self, engine: Engine, core: Link, address: SocketAddress, *, outbound: bool
     ) -> None:
         self.core = core
         self.outbound = outbound
@@ -98,7 +97,7 @@ class Connection:
         self.closed: MeshError | None = None
         """How the connection ended; None while it is open."""
 
-        self._driver = driver
+        self._engine = engine
         self._address = address
         self.is_admitted = False
         """Whether the limits of a stranger have been lifted."""
@@ -160,8 +159,7 @@ class Connection:
     @property
     def remote_address(self) -> SocketAddress:
         """The peer's address now in use; it changes when the peer migrates."""
-        address = self.core.quic.get_peer_address() or self._address
-        return address[0], address[1]
+        return self.core.remote_address or self._address
 
     @property
     def info(self) -> ConnectionInfo:
@@ -169,10 +167,10 @@ class Connection:
         return ConnectionInfo(
             remote=format_address(self.remote_address),
             outbound=self.outbound,
-            rtt=self.core.quic.rtt,
+            rtt=self.core.rtt,
             bytes_sent=self.core.bytes_sent,
             bytes_received=self.core.bytes_received,
-            datagram_size=self.core.quic.datagram_size,
+            datagram_size=self.core.datagram_size,
             streams=len(self._streams),
             age=time.monotonic() - self._opened_at,
         )
@@ -377,11 +375,15 @@ class Connection:
     @property
     def deadlines(self) -> Deadlines:
         """Watches over those who wait for something on a stream."""
-        return self._driver.deadlines
+        return self._engine.deadlines
 
     def pump(self) -> None:
-        """Let the driver send what there is to send, and tell us what happened."""
-        self._driver.pump(self.core)
+        """Let the engine send what there is to send, and tell us what happened."""
+        self._engine.pump(self.core)
+
+    async def let_go(self) -> None:
+        """Wait until nobody touches memory any more that a stream has taken back."""
+        await self._engine.let_go(self.core)
 
     def handle(self, event: Event) -> None:
         """Take one event of the protocol half."""
@@ -413,7 +415,7 @@ class Connection:
                 pass
 
     def pumped(self) -> None:
-        """The driver has just looked after this connection."""
+        """The engine has just looked after this connection."""
         if self._flushed is not None and self.core.is_flushed():
             self._flushed.set()
 
@@ -497,8 +499,10 @@ class Connection:
 
     def _error_of(self, end: ConnectionEnded) -> MeshError:
         who = self._who()
-        if self.core.quic.peer_error is not None:
-            refused = self.core.quic.peer_error
+        failure, refused = self.core.failure, self.core.peer_error
+        if failure is not None:
+            return type(failure)("connection", peer=who, why=failure.why, fix=failure.fix)
+        if refused is not None:
             return type(refused)(
                 "connection", peer=who, stage="handshake", why=refused.why, fix=refused.fix
             )

@@ -85,7 +85,7 @@ class Node:
 
     def fall_silent(self) -> None:
         """Send nothing any more, as a host that was unplugged."""
-        self.endpoint._driver._send = lambda data, address: None  # type: ignore[method-assign]
+        self.endpoint._engine.driver._send = lambda data, address: None  # type: ignore[method-assign]
 
     async def connection(self, peer: Node) -> Connection:
         return await self.endpoint.connect(peer.address)

@@ -85,10 +85,10 @@ def is_idle(node: Endpoint) -> bool:
         or node._pool._open
         or node._pool._hellos
         or node._dialer._flights
-        or node._demux.connections
-        or node._demux.half_open
-        or node._driver._pumping
-        or node._driver._due
+        or node._engine.demux.connections
+        or node._engine.demux.half_open
+        or node._engine.driver._pumping
+        or node._engine.driver._due
     )
 
 
