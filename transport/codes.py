@@ -16,6 +16,7 @@ from transport.errors import (
     DeadlineExceeded,
     IdentityInUse,
     LimitExceeded,
+    PeerLost,
     ProtocolError,
     RemoteError,
     ServiceUnknown,
@@ -45,6 +46,7 @@ class AppCode(enum.IntEnum):
     SUPERSEDED = 0xA
     IDENTITY_IN_USE = 0xB
     IDLE = 0xC
+    GONE = 0xD
 
 
 _CLASSES: dict[AppCode, type[MeshError]] = {
@@ -58,6 +60,7 @@ _CLASSES: dict[AppCode, type[MeshError]] = {
     AppCode.SERVICE_UNKNOWN: ServiceUnknown,
     AppCode.SUPERSEDED: Superseded,
     AppCode.IDENTITY_IN_USE: IdentityInUse,
+    AppCode.GONE: PeerLost,
 }
 
 _WHY: dict[AppCode, str] = {
@@ -74,6 +77,7 @@ _WHY: dict[AppCode, str] = {
     AppCode.SUPERSEDED: "another connection has its place",
     AppCode.IDENTITY_IN_USE: "the same key is alive at another address",
     AppCode.IDLE: "nothing used it",
+    AppCode.GONE: "its program has ended without a word",
 }
 
 

@@ -381,10 +381,6 @@ class Connection:
         """Let the engine send what there is to send, and tell us what happened."""
         self._engine.pump(self.core)
 
-    async def let_go(self) -> None:
-        """Wait until nobody touches memory any more that a stream has taken back."""
-        await self._engine.let_go(self.core)
-
     def handle(self, event: Event) -> None:
         """Take one event of the protocol half."""
         match event:

@@ -46,6 +46,7 @@ from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused, P
 from transport.loop_engine import LoopEngine
 from transport.offers import ProtocolTable, check_alpn
 from transport.pool import Pool
+from transport.process import ProcessEngine
 from transport.protocol.events import Event
 from transport.protocol.hello import BOOT_ID_LENGTH
 from transport.protocol.turns import Turns
@@ -141,7 +142,8 @@ class Endpoint:
 
     async def __aenter__(self) -> Endpoint:
         sock = self._socket = UdpSocket(self.config.bind)
-        self._engine: Engine = LoopEngine(
+        placed = ProcessEngine if self.config.placement == "process" else LoopEngine
+        self._engine: Engine = placed(
             sock,
             self._key,
             self.config,
@@ -160,7 +162,7 @@ class Endpoint:
             await self._engine.open()
             await self._tasks.open()
         except BaseException:
-            self._engine.close()
+            await self._engine.close()
             raise
         self._tasks.start_soon(self._drive)
         self._tasks.start_soon(self._reception.run)
@@ -187,7 +189,7 @@ class Endpoint:
             try:
                 await self._tasks.close()
             finally:
-                self._engine.close()
+                await self._engine.close()
 
     # -- facts
 

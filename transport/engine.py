@@ -150,7 +150,7 @@ class Engine(Protocol):
     async def drain(self, seconds: float) -> None:
         """Wait until every connection's closing period is over, at most `seconds`."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of everything, the socket too. `run` must have ended."""
 
     def stop_listening(self) -> None:
@@ -170,9 +170,6 @@ class Engine(Protocol):
 
     def pump(self, link: Link) -> None:
         """Report what happened on the connection, send what it has to send."""
-
-    async def let_go(self, link: Link) -> None:
-        """Wait until nobody touches memory any more that was taken back on the connection."""
 
     def why_refused(self, address: SocketAddress) -> str | None:
         """Return why this host sends nothing to `address`, None if it does or was not asked to."""

@@ -77,7 +77,6 @@ class LoopEngine:
         self.deadlines = self.driver.deadlines
         self.run = self.driver.run
         self.drain = self.driver.drain
-        self.close = self.driver.close
         self.stop_listening = self.demux.stop_listening
         self.why_refused = sock.why_refused
 
@@ -88,6 +87,10 @@ class LoopEngine:
 
     async def open(self) -> None:
         """There is nothing to begin before `run`."""
+
+    async def close(self) -> None:
+        """Close the socket."""
+        self.driver.close()
 
     def offer(self, alpns: list[str]) -> None:
         """Speak these protocols with strangers from now on."""
@@ -129,9 +132,6 @@ class LoopEngine:
     def pump(self, link: Link) -> None:
         """Report what happened on the connection, send what it has to send."""
         self.driver.pump(_own(link))
-
-    async def let_go(self, link: Link) -> None:
-        """What was taken back is nobody else's at once."""
 
     def _make_listener(
         self, original: bytes, retried: bytes | None, address: SocketAddress, now: float

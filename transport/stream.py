@@ -367,8 +367,6 @@ class Stream(anyio.abc.ByteStream):
                 self._is_half_sent = True
                 connection.core.take_back(core)
             del view
-            if self._is_half_sent:
-                await connection.let_go()
 
     def _finish(self) -> None:
         if not self.core.send_ended and self.connection.closed is None:
@@ -439,8 +437,6 @@ class Stream(anyio.abc.ByteStream):
                 if come > told:
                     moved(come - told)
             connection.core.withdraw(core)
-            if come < goal:
-                await connection.let_go()
 
     async def _receive_frame(self, max_size: int) -> bytes:
         await self._readable("receive")
