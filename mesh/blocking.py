@@ -8,14 +8,18 @@ The names are those of `mesh.Node`, `mesh.Peer` and `mesh.TensorRef`, without ``
 Each node has an event loop of its own in a thread of its own, so that it works as well where a loop
 runs already, as in Jupyter, and may be used by many threads at once. Ctrl+C cancels the operation
 that is waited for. A program that ends without `Node.close` leaves cleanly and soon all the same.
+Packets are moved by a process of the node's own, so that they do not hold up what the program
+computes; ``EndpointConfig(placement="loop")`` has the node's thread do it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -57,6 +61,10 @@ __all__ = ["Node", "Peer", "TensorRef"]
 EXIT_SECONDS = 2.0
 """How long an interpreter that ends waits for peers to be told, over all nodes left open."""
 
+PLACEMENT = "process" if sys.platform == "linux" else "loop"
+"""Where the packets of nodes in threads are moved, unless they are told: a loop that moves them at
+full rate takes the interpreter's lock from a training step, which keeps an eighth of its speed."""
+
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger("quicmesh.mesh")
@@ -78,7 +86,7 @@ class Node:
         shared_memory: bool = True,
     ) -> Self:
         """A machine's node; see `mesh.Node.peer`."""
-        return cls(async_node.Node.peer(home, config=config, shared_memory=shared_memory))
+        return cls(async_node.Node.peer(home, config=_placed(config), shared_memory=shared_memory))
 
     @classmethod
     def client(
@@ -101,7 +109,7 @@ class Node:
                 scopes=scopes,
                 credential=credential,
                 secret=secret,
-                config=config,
+                config=_placed(config),
                 shared_memory=shared_memory,
             )
         )
@@ -117,7 +125,9 @@ class Node:
     ) -> Self:
         """A program that peers dial as well; see `mesh.Node.worker`."""
         return cls(
-            async_node.Node.worker(home, scopes=scopes, config=config, shared_memory=shared_memory)
+            async_node.Node.worker(
+                home, scopes=scopes, config=_placed(config), shared_memory=shared_memory
+            )
         )
 
     @classmethod
@@ -135,7 +145,7 @@ class Node:
             async_node.Node.embedded(
                 key=key,
                 authorizer=authorizer,
-                config=config,
+                config=_placed(config),
                 tensors=tensors,
                 shared_memory=shared_memory,
             )
@@ -337,6 +347,13 @@ class TensorRef:
     def delete(self, *, timeout: float = 30.0) -> None:
         """Free the tensor; see `mesh.TensorRef.delete`."""
         self._node.run(partial(self._ref.delete, timeout=timeout))
+
+
+def _placed(config: EndpointConfig | None) -> EndpointConfig:
+    config = config or EndpointConfig()
+    if config.placement is None:
+        config = dataclasses.replace(config, placement=PLACEMENT)
+    return config
 
 
 class _LoopThread:

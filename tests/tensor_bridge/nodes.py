@@ -37,6 +37,9 @@ LANES = {
 }
 """How nodes are made to move everything by one lane, by its name."""
 
+placement = os.environ.get("QM_PLACEMENT") or None
+"""Where the packets of nodes of tests are moved."""
+
 preferred = "quic"
 """What nodes of tests take: see the fixture `lane`."""
 
@@ -130,7 +133,8 @@ async def node(
 ) -> AsyncIterator[Node]:
     """A node that lives for the block; `settings` are of its endpoint."""
     authorizer = authorizer or allow_any()
-    settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | settings
+    placed = {"placement": placement}
+    settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | placed | settings
     config = EndpointConfig(**settings)
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(

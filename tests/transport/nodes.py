@@ -27,11 +27,14 @@ from tests.programs import Program
 from transport import Connection, Endpoint, EndpointConfig, EndpointEvent, Incoming, PeerAddress
 from transport.cbor import CborValue
 
+placement = os.environ.get("QM_PLACEMENT") or None
+"""Where the packets of endpoints of tests are moved: see the fixture `placed`."""
+
 REPOSITORY = Path(__file__).parents[2]
 
 
 def config(**settings: Any) -> EndpointConfig:
-    return EndpointConfig(**{"bind": "127.0.0.1:0", **settings})
+    return EndpointConfig(**{"bind": "127.0.0.1:0", "placement": placement, **settings})
 
 
 @asynccontextmanager

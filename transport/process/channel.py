@@ -62,7 +62,7 @@ class Channel:
         self._unsent: deque[bytearray] = deque()
         self._blocked = anyio.Event()
         self._over = anyio.Event()
-        self._is_blocked = False
+        self._is_blocked = self._is_flushing = False
         self._later = Later(self.flush)
         self._room = memoryview(bytearray(MAX_PACKET))
 
@@ -79,12 +79,17 @@ class Channel:
 
     def flush_later(self) -> None:
         """Have what was said leave at the end of this turn of the event loop."""
-        self._later.set()
+        if not self._is_flushing:
+            self._later.set()
 
     def flush(self) -> None:
         """Send what was said, as far as there is room for it."""
         if not self._is_blocked:
-            self._before()
+            self._is_flushing = True
+            try:
+                self._before()
+            finally:
+                self._is_flushing = False
         self._seal()
         while self._unsent and not self.is_over and not self._is_blocked:
             try:

@@ -392,6 +392,10 @@ class MirrorLink:
         landed, part.landed = part.landed, 0
         self._owe(stream, landed)
         if landing is not None:
+            assert self._slots is not None
+            while landing.slots and landing.slots[0][1] <= part.delivered:
+                # All that was wanted there had left before the process knew.
+                self._slots.give(landing.slots.popleft()[2])
             landing.posted = max(landing.posted, part.delivered)
             self._want_more(stream, landing)
 

@@ -52,7 +52,7 @@ from transport.protocol.events import (
     StreamsAvailable,
 )
 from transport.protocol.turns import Turns
-from transport.udp import UdpSocket
+from transport.udp import Refusal, UdpSocket
 
 __all__ = ["Server"]
 
@@ -123,6 +123,8 @@ class _LinkState:
         self.dirty: dict[int, None] = {}
         self.flush: int | None = None
         self.max_streams = 1
+        self.unclaimed = 0
+        """Streams that the peer has opened and the program not dropped."""
         self.facts = b""
         self.facts_at = 0.0
 
@@ -232,7 +234,13 @@ class Server:
         address = order["host"], order["port"]
         core = self._engine.outbound(NodeId(order["peer"]), order["alpn"])
         self._add(_LinkState(record.link, core, address))
-        refusal = self._engine.begin(core, address)
+        try:
+            refusal = self._engine.begin(core, address)
+        except Exception:
+            _log.exception("dialling %s failed", format_address(address))
+            refusal = Refusal("an error of this node, which its log describes", is_final=True)
+            core.abandon("internal error")
+            self._engine.pump(core)
         self._say(
             Kind.DIALLED,
             record.link,
@@ -263,6 +271,7 @@ class Server:
             case Kind.PING:
                 core.ping(record.number)
             case Kind.CLOSE:
+                self._send_first(core)
                 core.close(record.number, str(record.payload, "utf-8", "replace"))
             case Kind.FLUSH:
                 state.flush = record.number
@@ -305,15 +314,23 @@ class Server:
                 stream.incoming.held -= record.number
                 core.consumed(stream, record.number)
             case Kind.RESET:
+                self._send_first(core)
                 core.reset(stream, record.number)
             case Kind.RELEASE:
                 core.quic.discard(stream.incoming.held)
                 stream.incoming.held = 0
+                self._send_first(core)
                 core.release(stream, record.number)
                 del state.told[record.stream]
+                state.unclaimed -= not core.quic.is_local_stream(record.stream)
                 state.dirty.pop(record.stream, None)
             case _:
                 raise ProtocolError("a program", why=f"it says {record.kind.name}")
+
+    def _send_first(self, core: ConnectionCore) -> None:
+        """Have what was written before leave before: else an end overtakes it, or takes it back."""
+        if core.has_stream_data:
+            self._engine.pump(core)
 
     def _place(self, record: Record) -> memoryview:
         at, size = PLACE.unpack(record.payload)
@@ -346,7 +363,8 @@ class Server:
             case StreamOpened(stream_id=stream_id):
                 state.told[stream_id] = _Told()
                 self._say(Kind.OPENED, state.number, stream_id)
-                if len(state.told) > UNCLAIMED * max(state.max_streams, 1):
+                state.unclaimed += 1
+                if state.unclaimed > UNCLAIMED * state.max_streams:
                     core.close(AppCode.LIMIT, "too many streams that nobody has accepted")
             case StreamsAvailable():
                 self._say(Kind.STREAMS, state.number, number=core.quic.stream_limit)
