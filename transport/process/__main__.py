@@ -10,8 +10,8 @@ import sys
 
 import anyio
 
+from transport.process.memory import map_memory
 from transport.process.server import Server
-from transport.process.slots import map_slots
 
 
 class _ToProgram(logging.Handler):
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> None:
     for descriptor in (control, udp, *memory):
         os.set_inheritable(descriptor, False)
     parent = _watch(program)
-    slots = map_slots(memory[0]) if memory else memoryview(b"")
-    server = Server(socket.socket(fileno=control), udp, slots)
+    shared = map_memory(memory[0]) if memory else memoryview(b"")
+    server = Server(socket.socket(fileno=control), udp, shared)
     log = logging.getLogger("quicmesh")
     log.addHandler(_ToProgram(server))
     log.propagate = False

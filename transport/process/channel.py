@@ -21,6 +21,9 @@ __all__ = ["Channel"]
 PACKETS_PER_TURN = 8
 """Packets taken before others on the event loop have their turn."""
 
+SMALL_PACKET = MAX_PACKET // 2
+"""A packet that is shorter had room for what would be in the next, had that been there."""
+
 FULL_PACKETS = 8
 """With so many packets kept, what can wait should."""
 
@@ -134,15 +137,20 @@ class Channel:
             self.flush()
 
     def _receive(self) -> bool:
-        more = False
+        size = MAX_PACKET
         for _ in range(PACKETS_PER_TURN):
+            if size < SMALL_PACKET:
+                # Mostly the last; to find out, with a call that lets another thread run, would take
+                # until that has had its turn of five milliseconds.
+                self._taken(False)
+                return False
             if self.is_over:
                 return False
             try:
                 size = self.socket.recv_into(self._room)
             except BlockingIOError:
-                more = False
-                break
+                self._taken(False)
+                return False
             except OSError:
                 size = 0
             if not size:
@@ -150,9 +158,8 @@ class Channel:
                 return False
             for record in decode(self._room[:size]):
                 self._take(record)
-            more = True
-        self._taken(more)
-        return more
+        self._taken(True)
+        return True
 
     def _end(self) -> None:
         if not self.is_over:

@@ -22,12 +22,13 @@ from transport.deadlines import Deadlines
 from transport.engine import EventHandler, InboundHandler, Link, LinkHandler
 from transport.errors import EndpointLost, ProtocolError
 from transport.process.channel import Channel
-from transport.process.mirror import MirrorLink
+from transport.process.memory import SharedMemory
+from transport.process.mirror import MirrorLink, Piece
 from transport.process.records import MAX_PACKET, MAX_PAYLOAD, Kind, Record, encode
 from transport.process.setup import map_of
-from transport.process.slots import Slots
 from transport.process.spawn import Child, spawn
 from transport.protocol.turns import Turns
+from transport.readiness import Later
 from transport.udp import Refusal, UdpSocket
 
 __all__ = ["ProcessEngine"]
@@ -40,6 +41,9 @@ STOP_SECONDS = 2.0
 
 CAUSE_SECONDS = 1.0
 """How long to wait for the cause, once it says nothing any more."""
+
+KEEP_SECONDS = 5.0
+"""How often shared memory that nobody has is given back: for the next step of a loop."""
 
 _LAZY = frozenset({Kind.OPEN, Kind.RELEASE})
 """What may wait for the next packet."""
@@ -76,7 +80,7 @@ class ProcessEngine:
         self._on_inbound = on_inbound
         self._on_event = on_event
         self._on_pumped = on_pumped
-        self._slots: Slots | None = None
+        self._memory: SharedMemory | None = None
         self._child: Child | None = None
         self._channel: Channel | None = None
         self._process = os.getpid()
@@ -87,8 +91,10 @@ class ProcessEngine:
         self._next_outbound = 1
         self._orders: dict[int, tuple[NodeId, str]] = {}
         self._dials: dict[int, tuple[anyio.Event, list[Refusal | None]]] = {}
-        self._syncs: deque[tuple[int, list[int]]] = deque()
+        self._syncs: deque[tuple[int, list[Piece]]] = deque()
         self._next_sync = 1
+        self._unfed: dict[MirrorLink, None] = {}
+        self._later = Later(self._go_on)
         self._refused: dict[SocketAddress, Refusal] = {}
 
     # -- life
@@ -100,9 +106,10 @@ class ProcessEngine:
             EndpointLost: it could not be started, or did not come up.
         """
         with contextlib.suppress(OSError, AttributeError):  # without, bytes take the other way
-            self._slots = Slots()
-        memory = None if self._slots is None else self._slots.descriptor
-        self._child, control = spawn(self._socket.raw, memory)
+            self._memory = SharedMemory()
+        memory = self._memory
+        shared = None if memory is None else memory.descriptor
+        self._child, control = spawn(self._socket.raw, shared)
         _engines.add(self)
         channel = self._channel = Channel(
             control, take=self._take, taken=self._taken, before=_nothing, ended=_nothing
@@ -134,6 +141,8 @@ class ProcessEngine:
         """Serve until cancelled, also when the process is gone: waits still have to end."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.deadlines.run)
+            tasks.start_soon(self._later.run)
+            tasks.start_soon(self._trim)
             await self._serve()
 
     async def _serve(self) -> None:
@@ -196,8 +205,8 @@ class ProcessEngine:
             finally:
                 child.kill()
                 child.reap()
-        if self._slots is not None:
-            self._slots.close()
+        if self._memory is not None:
+            self._memory.close()
         self._socket.close()
 
     def forked(self) -> None:
@@ -207,8 +216,8 @@ class ProcessEngine:
         if self._child is not None:
             self._child.forget()
             self._child = None
-        if self._slots is not None:
-            self._slots.close()
+        if self._memory is not None:
+            self._memory.close()
         self._socket.close()
 
     # -- the endpoint's side
@@ -265,7 +274,7 @@ class ProcessEngine:
         mirror = _own(link)
         self._report(mirror)
         if self._channel is not None:
-            self._channel.flush_later()
+            self._channel.flush()
 
     def why_refused(self, address: SocketAddress) -> str | None:
         """Return why this host sends nothing to `address`, None if it does or was not asked to."""
@@ -328,10 +337,10 @@ class ProcessEngine:
 
     def _take_synced(self, record: Record) -> None:
         while self._syncs and self._syncs[0][0] <= record.number:
-            _, slots = self._syncs.popleft()
-            assert self._slots is not None
-            for slot in slots:
-                self._slots.give(slot)
+            _, pieces = self._syncs.popleft()
+            assert self._memory is not None
+            for piece in pieces:
+                self._memory.give(*piece)
 
     def _take_report(self, record: Record) -> None:
         match _value(record):
@@ -361,9 +370,10 @@ class ProcessEngine:
             send_buffer=config.send_buffer,
             stream_window=config.stream_window,
             connection_window=config.connection_window,
-            slots=self._slots,
+            memory=self._memory,
             say=self._say,
             give_later=self._give_later,
+            go_on_later=self._go_on_later,
         )
         return link
 
@@ -375,12 +385,28 @@ class ProcessEngine:
             if record[0] not in _LAZY:
                 channel.flush_later()
 
-    def _give_later(self, slots: list[int]) -> None:
-        """Have slots free once the process has done what was said until now."""
-        if slots:
+    def _give_later(self, pieces: list[Piece]) -> None:
+        """Have pieces free once the process has done what was said until now."""
+        if pieces:
             number, self._next_sync = self._next_sync, self._next_sync + 1
-            self._syncs.append((number, slots))
+            self._syncs.append((number, pieces))
             self._say(encode(Kind.SYNC, number=number))
+
+    def _go_on_later(self, link: MirrorLink) -> None:
+        self._unfed[link] = None
+        self._later.set()
+
+    def _go_on(self) -> None:
+        unfed, self._unfed = self._unfed, {}
+        for link in unfed:
+            link.go_on()
+            self.pump(link)
+
+    async def _trim(self) -> None:
+        """Give shared memory back to the system that was not used of late."""
+        while self._memory is not None:
+            await anyio.sleep(KEEP_SECONDS)
+            self._memory.trim()
 
     def _check(self) -> None:
         if os.getpid() != self._process:

@@ -5,19 +5,22 @@ and notes what follows from it: so much was written, so much may be. What the pr
 connection is taken by `MirrorLink.take`. The parts of a stream that come in are put together as
 ever, by `ReceivePart`: what comes is in order, and only who writes it differs.
 
-Bytes that the application lends, or wants in memory of its own, cross in slots of shared memory, a
-few at a time. Where none is free, and for small amounts, they cross within records.
+Bytes that the application lends, or wants in memory of its own, cross in pieces of shared memory,
+which are agreed on long before they are needed: a program that computes answers late. Where there
+is no room, and for small amounts, they cross within records.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 from auth import IdentityError, MeshError, NodeId, SocketAddress
 from transport.addresses import format_address, parse_address
 from transport.cbor import decode as decode_cbor
 from transport.errors import ProtocolError
+from transport.process.memory import SharedMemory
 from transport.process.records import (
     ADMIT,
     FACTS,
@@ -28,7 +31,6 @@ from transport.process.records import (
     Record,
     encode,
 )
-from transport.process.slots import SLOT_BYTES, STREAM_SLOTS, Slots
 from transport.protocol import StreamCore
 from transport.protocol.batch import ReceivePart
 from transport.protocol.events import (
@@ -45,14 +47,27 @@ from transport.protocol.events import (
 __all__ = ["MirrorLink", "MirrorStream"]
 
 BULK_BYTES = 1 << 17
-"""From this size on, bytes take a slot: below, to send them costs less than to say where they are.
-"""
+"""From this size on, bytes take shared memory: below, to send them costs less than to say where
+they are."""
+
+STREAM_BYTES = 64 << 20
+"""Shared memory of one stream in one direction."""
+
+POSTED_PIECES = 2
+"""In which a stream's bytes come: the process goes on with one, while the other is emptied."""
+
+PIECE_BYTES = 2 << 20
+"""What is lent goes into pieces of this size, one of which fills a third of a millisecond."""
 
 FED_AT_ONCE = 2
-"""Slots filled in one turn of the event loop: two thirds of a millisecond."""
+"""Pieces filled in one turn of the event loop."""
 
 OWED_PART = 4
 """The process learns of what was consumed once that is this part of a stream's window."""
+
+
+Piece: TypeAlias = tuple[int, int]
+"""Where a piece of shared memory begins, and its size."""
 
 
 class MirrorStream(StreamCore):
@@ -74,7 +89,7 @@ class MirrorStream(StreamCore):
 
 
 class _Loan:
-    """Memory that was lent to a stream, on its way into slots."""
+    """Memory that was lent to a stream, on its way into pieces of shared memory."""
 
     def __init__(
         self,
@@ -89,8 +104,8 @@ class _Loan:
         self.start = stream.written
         self.stop = stream.written + len(view)
         self.fed = self.start
-        self.slots: deque[tuple[int, int]] = deque()
-        """Slots in use, each with the offset where it ends."""
+        self.pieces: deque[tuple[int, Piece]] = deque()
+        """Those in use, each with the offset where it ends."""
         self.is_spoiled = False
         self.is_finished = False
         self._stream = stream
@@ -100,13 +115,13 @@ class _Loan:
         """Bytes written to the stream that the peer has not acknowledged."""
         return self._stream.written - self._stream.acked
 
-    def drop(self) -> list[int]:
-        """Let go of the memory; return the slots that the process may still read."""
-        slots = [slot for _, slot in self.slots]
-        self.slots.clear()
+    def drop(self) -> list[Piece]:
+        """Let go of the memory; return the pieces that the process may still read."""
+        pieces = [piece for _, piece in self.pieces]
+        self.pieces.clear()
         self.fed = self.stop
         self.forget_view()
-        return slots
+        return pieces
 
     def forget_view(self) -> None:
         """Let go of the memory, all of which has been read, or will not be."""
@@ -115,16 +130,16 @@ class _Loan:
 
 
 class _Landing:
-    """Slots that are to be filled with a stream's next bytes."""
+    """Pieces of shared memory that are to be filled with a stream's next bytes."""
 
     def __init__(self, posted: int, stop: int) -> None:
         self.posted = posted
-        """The offset up to which there are slots."""
+        """The offset up to which there are pieces."""
         self.stop = stop
-        self.slots: deque[tuple[int, int, int]] = deque()
+        self.pieces: deque[tuple[int, int, Piece]] = deque()
         """Each with the offsets where it begins and ends."""
         self.is_inline = False
-        """Whether bytes come in records meanwhile, as there was no slot."""
+        """Whether bytes come in records meanwhile, as there was no room."""
 
 
 class MirrorLink:
@@ -134,9 +149,10 @@ class MirrorLink:
         number: what the two processes call it.
         outbound: whether this side dialled.
         send_buffer, stream_window, connection_window: as in `EndpointConfig`.
-        slots: of shared memory; None where there is none.
+        memory: shared with the process; None where there is none.
         say: takes each record for the process; it leaves when the engine is asked to `pump`.
-        give_later: takes slots that are free once the process has done all that was said.
+        give_later: takes pieces that are free once the process has done all that was said.
+        go_on_later: has `go_on` called after what else there is to do now.
     """
 
     def __init__(
@@ -147,9 +163,10 @@ class MirrorLink:
         send_buffer: int,
         stream_window: int,
         connection_window: int,
-        slots: Slots | None,
+        memory: SharedMemory | None,
         say: Callable[[bytes], None],
-        give_later: Callable[[list[int]], None],
+        give_later: Callable[[list[Piece]], None],
+        go_on_later: Callable[[MirrorLink], None],
     ) -> None:
         self.number = number
         self.streams: dict[int, StreamCore] = {}
@@ -165,9 +182,11 @@ class MirrorLink:
         self._send_buffer = send_buffer
         self._stream_owes = stream_window // OWED_PART
         self._link_owes = connection_window // (2 * OWED_PART)
-        self._slots = slots
+        self._memory = memory
         self._say = say
         self._give_later = give_later
+        self._go_on_later = go_on_later
+        self._unfed: dict[int, MirrorStream] = {}
         self._events: deque[Event] = deque()
         self._stream_limit = 0
         self._opened = 0
@@ -199,6 +218,13 @@ class MirrorLink:
                 handler(self, _mirrored(stream), record)
         else:
             self._take_of_link(record)
+
+    def go_on(self) -> None:
+        """Pass on more of what was lent."""
+        unfed, self._unfed = self._unfed, {}
+        for stream in unfed.values():
+            if stream.loan is not None and self.ended is None:
+                self._feed(stream, stream.loan)
 
     def fail(self, error: MeshError) -> None:
         """The process is gone, and the connection with it."""
@@ -279,7 +305,7 @@ class MirrorLink:
     def lend(
         self, stream: StreamCore, view: memoryview, is_intact: Callable[[], bool], code: int
     ) -> _Loan:
-        """Write `view`, which is read for as long as not all of it has a slot, or was sent."""
+        """Write `view`, which is read for as long as not all of it has been copied, or was sent."""
         stream = _mirrored(stream)
         self._changes += 1
         loan = stream.loan = _Loan(stream, view, is_intact, code)
@@ -305,7 +331,7 @@ class MirrorLink:
         stream = _mirrored(stream)
         left = stream.written - stream.acked
         loan = stream.loan
-        if left > wake_below and (loan is None or not loan.slots):  # of slots it tells by itself
+        if left > wake_below and (loan is None or not loan.pieces):  # of pieces it tells by itself
             is_fed = loan is None or loan.fed == loan.stop
             self._want(stream, wake_below if is_fed else self._send_buffer // 2)
         return left
@@ -315,7 +341,7 @@ class MirrorLink:
         stream = _mirrored(stream)
         taken = stream.incoming.post(target)
         self._owe(stream, taken)
-        if stream.incoming.posted >= BULK_BYTES and self._slots is not None:
+        if stream.incoming.posted >= BULK_BYTES and self._memory is not None:
             start = stream.incoming.delivered
             stream.landing = _Landing(start, stream.incoming.target_stop)
             self._want_more(stream, stream.landing)
@@ -392,27 +418,27 @@ class MirrorLink:
         landed, part.landed = part.landed, 0
         self._owe(stream, landed)
         if landing is not None:
-            assert self._slots is not None
-            while landing.slots and landing.slots[0][1] <= part.delivered:
+            assert self._memory is not None
+            while landing.pieces and landing.pieces[0][1] <= part.delivered:
                 # All that was wanted there had left before the process knew.
-                self._slots.give(landing.slots.popleft()[2])
+                self._memory.give(*landing.pieces.popleft()[2])
             landing.posted = max(landing.posted, part.delivered)
             self._want_more(stream, landing)
 
     def _take_landed(self, stream: MirrorStream, record: Record) -> None:
-        part, landing, slots = stream.incoming, stream.landing, self._slots
-        if landing is None or slots is None:
+        part, landing, memory = stream.incoming, stream.landing, self._memory
+        if landing is None or memory is None:
             return  # given up meanwhile
         changed = False
-        while part.delivered < record.number and landing.slots and part.target is not None:
-            begin, end, slot = landing.slots[0]
+        while part.delivered < record.number and landing.pieces and part.target is not None:
+            begin, end, piece = landing.pieces[0]
             at, stop = part.delivered, min(record.number, end)
             room = part.target[at - part.target_start : stop - part.target_start]
-            slots.empty(slot, at - begin, room)
+            memory.empty(piece[0] + at - begin, room)
             changed |= part.fill(at, stop, fin=False)
             if stop == end:
-                landing.slots.popleft()
-                slots.give(slot)
+                landing.pieces.popleft()
+                memory.give(*piece)
         part.landed = 0  # the process has told the peer of that
         self._want_more(stream, landing)
         self._changed(stream, changed)
@@ -433,9 +459,9 @@ class MirrorLink:
         loan = stream.loan
         if loan is not None:
             loan.is_finished = loan.is_finished or bool(record.flags & Flag.FIN)
-            while loan.slots and loan.slots[0][0] <= stream.acked:
-                assert self._slots is not None
-                self._slots.give(loan.slots.popleft()[1])
+            while loan.pieces and loan.pieces[0][0] <= stream.acked:
+                assert self._memory is not None
+                self._memory.give(*loan.pieces.popleft()[1])
             self._feed(stream, loan)
         self._changed(stream, True)
 
@@ -443,24 +469,27 @@ class MirrorLink:
 
     def _feed(self, stream: MirrorStream, loan: _Loan) -> None:
         """Pass on what was lent, as far as there is room for it."""
-        fed = 0
-        while loan.fed < loan.stop and fed < FED_AT_ONCE and not loan.is_finished:
+        memory = self._memory if loan.stop - loan.start >= BULK_BYTES else None
+        for _ in range(FED_AT_ONCE):
+            if loan.fed == loan.stop or loan.is_finished:
+                break
             if not loan.is_intact():
                 self._spoil(stream, loan)
                 return
             left, at = loan.stop - loan.fed, loan.fed - loan.start
-            is_bulk = self._slots is not None and loan.stop - loan.start >= BULK_BYTES
-            slot = None
-            if self._slots is not None and is_bulk and len(loan.slots) < STREAM_SLOTS:
-                slot = self._slots.take()
-            if slot is not None:
-                assert self._slots is not None
-                size = min(left, SLOT_BYTES)
-                self._slots.fill(slot, loan.view[at : at + size])
+            size = min(left, PIECE_BYTES)
+            place = None
+            if memory is not None and loan.fed - stream.acked < STREAM_BYTES:
+                place = memory.take(size)
+            if place is not None:
+                assert memory is not None
+                memory.fill(place, loan.view[at : at + size])
                 loan.fed += size
-                loan.slots.append((loan.fed, slot))
-                self._tell(Kind.LEND, stream, payload=PLACE.pack(slot * SLOT_BYTES, size))
-            elif not loan.slots:
+                loan.pieces.append((loan.fed, (place, size)))
+                self._tell(Kind.LEND, stream, payload=PLACE.pack(place, size))
+            elif loan.pieces:
+                return  # there is room again once they are acknowledged
+            else:
                 room = self._send_buffer - (loan.fed - stream.acked)
                 if room <= 0:
                     self._want(stream, self._send_buffer // 2)
@@ -468,11 +497,11 @@ class MirrorLink:
                 size = min(left, room)
                 self._write(stream, loan.view[at : at + size])
                 loan.fed += size
-            else:
-                break
-            fed += 1
         if loan.fed == loan.stop:
             loan.forget_view()
+        elif not loan.is_finished:
+            self._unfed[stream.stream_id] = stream
+            self._go_on_later(self)
 
     def _spoil(self, stream: MirrorStream, loan: _Loan) -> None:
         self._tell(Kind.TAKE_BACK, stream)
@@ -482,21 +511,23 @@ class MirrorLink:
         self._changed(stream, True)
 
     def _want_more(self, stream: MirrorStream, landing: _Landing) -> None:
-        """Have the next bytes come to slots, as far as there are any."""
-        slots = self._slots
-        assert slots is not None
-        while landing.posted < landing.stop and len(landing.slots) < STREAM_SLOTS:
-            slot = slots.take()
-            if slot is None:
+        """Have the next bytes come to shared memory, as far as there is room."""
+        memory = self._memory
+        assert memory is not None
+        while landing.posted < landing.stop and len(landing.pieces) < POSTED_PIECES:
+            size = min(landing.stop - landing.posted, STREAM_BYTES // POSTED_PIECES)
+            place = memory.take(size)
+            while place is None and size > BULK_BYTES:
+                size = max(size // 4, BULK_BYTES)
+                place = memory.take(size)
+            if place is None:
                 break
-            size = min(landing.stop - landing.posted, SLOT_BYTES)
-            landing.slots.append((landing.posted, landing.posted + size, slot))
-            place = PLACE.pack(slot * SLOT_BYTES, size)
+            landing.pieces.append((landing.posted, landing.posted + size, (place, size)))
             more = Flag.MORE if landing.posted + size < landing.stop else Flag.NONE
-            self._tell(Kind.POST, stream, landing.posted, place, more)
+            self._tell(Kind.POST, stream, landing.posted, PLACE.pack(place, size), more)
             landing.posted += size
             landing.is_inline = False
-        if not landing.slots and landing.posted < landing.stop and not landing.is_inline:
+        if not landing.pieces and landing.posted < landing.stop and not landing.is_inline:
             landing.is_inline = True
             self._tell(Kind.POST, stream, landing.posted, PLACE.pack(0, 0))
 
@@ -544,9 +575,9 @@ class MirrorLink:
 
     def _drop_landing(self, stream: MirrorStream) -> None:
         landing, stream.landing = stream.landing, None
-        if landing is not None and landing.slots:
+        if landing is not None and landing.pieces:
             self._tell(Kind.WITHDRAW, stream)
-            self._give_later([slot for _, _, slot in landing.slots])
+            self._give_later([piece for _, _, piece in landing.pieces])
 
     def _end(self, end: ConnectionEnded) -> None:
         self.ended = end

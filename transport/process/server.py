@@ -39,7 +39,6 @@ from transport.process.records import (
     encode,
 )
 from transport.process.setup import config_of
-from transport.process.slots import SLOT_BYTES
 from transport.protocol import ConnectionCore, StreamCore
 from transport.protocol.batch import SendPart
 from transport.protocol.events import (
@@ -135,7 +134,7 @@ class Server:
     Args:
         control: the socket to the program.
         udp: descriptor of the bound socket of the endpoint.
-        memory: the slots; empty where there are none.
+        memory: shared with the program; empty where there is none.
     """
 
     def __init__(self, control: socket.socket, udp: int, memory: memoryview) -> None:
@@ -334,7 +333,7 @@ class Server:
 
     def _place(self, record: Record) -> memoryview:
         at, size = PLACE.unpack(record.payload)
-        if size > SLOT_BYTES or at + size > len(self._memory):
+        if at + size > len(self._memory):
             raise ProtocolError("a program", why="memory that there is none of")
         return self._memory[at : at + size]
 
@@ -449,8 +448,7 @@ class Server:
                 self._say(Kind.LANDED, state.number, stream.stream_id, position)
                 told.landing.looked()
             if part.posted:
-                step = told.landing.after(position, part.target_stop)
-                part.wake_at(min(step, position + SLOT_BYTES))
+                part.wake_at(told.landing.after(position, part.target_stop))
                 return
             if part.target is not None:
                 core.withdraw(stream)
@@ -478,7 +476,7 @@ class Server:
             told.want = None
         if lent is not None and left and not is_over:
             step = told.sending.after(told.acked, told.written)
-            below = max(below, told.written - min(step, told.acked + SLOT_BYTES))
+            below = max(below, told.written - step)
         if below >= 0:
             core.unacknowledged(stream, wake_below=below)
 

@@ -83,7 +83,7 @@ def spawn(endpoint: socket.socket, memory: int | None) -> tuple[Child, socket.so
 
     Args:
         endpoint: the bound UDP socket.
-        memory: a descriptor of the slots, if there are any.
+        memory: a descriptor of the shared memory, if there is any.
 
     Raises:
         EndpointLost: it can't be started here.

@@ -13,11 +13,11 @@ from auth import NodeId
 from transport import ProtocolError
 from transport.cbor import encode as encode_cbor
 from transport.errors import EndpointLost
+from transport.process import memory as memory_module
 from transport.process import mirror as mirror_module
-from transport.process import slots as slots_module
-from transport.process.mirror import MirrorLink
+from transport.process.memory import SharedMemory, map_memory
+from transport.process.mirror import MirrorLink, Piece
 from transport.process.records import PLACE, Flag, Kind, decode, encode
-from transport.process.slots import Slots, map_slots
 from transport.protocol import StreamCore
 from transport.protocol.events import (
     ConnectionEnded,
@@ -37,10 +37,11 @@ WINDOW = 80
 @pytest.fixture(autouse=True, scope="module")
 def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (mirror_module, slots_module):
-            patch.setattr(module, "SLOT_BYTES", SLOT)
         patch.setattr(mirror_module, "BULK_BYTES", BULK)
-        patch.setattr(slots_module, "SLOT_COUNT", 3)
+        patch.setattr(mirror_module, "PIECE_BYTES", SLOT)
+        patch.setattr(mirror_module, "STREAM_BYTES", 2 * SLOT)
+        patch.setattr(memory_module, "GRAIN", SLOT)
+        patch.setattr(memory_module, "TOTAL_BYTES", 3 * SLOT)
         yield
 
 
@@ -48,19 +49,20 @@ class Process:
     """Does what the mirror says, one stream's worth: a model of the server without QUIC."""
 
     def __init__(self, source: bytes = b"") -> None:
-        self.slots = Slots()
-        self.memory = map_slots(self.slots.descriptor)
+        self.slots = SharedMemory()
+        self.memory = map_memory(self.slots.descriptor)
         self.said: deque[bytes] = deque()
-        self.later: list[int] = []
+        self.later: list[Piece] = []
         self.link = MirrorLink(
             1,
             outbound=True,
             send_buffer=SEND_BUFFER,
             stream_window=WINDOW,
             connection_window=8 * WINDOW,
-            slots=self.slots,
+            memory=self.slots,
             say=self.said.append,
             give_later=self.later.extend,
+            go_on_later=lambda link: None,
         )
         self.source = source
         self.told = 0
@@ -143,7 +145,7 @@ def test_bytes_come_to_their_place_in_any_order_of_events(
     source = bytes(i * 7 % 251 for i in range(1500))
     process = Process(source)
     for _ in range(holders):
-        process.slots.take()
+        process.slots.take(SLOT)
     link = process.link
     stream = link.open_stream()
     got = bytearray()
@@ -176,7 +178,7 @@ def test_bytes_come_to_their_place_in_any_order_of_events(
         got.extend(target)
     assert bytes(got) == source
     link.release(stream, 0)
-    assert process.slots.free + len(process.later) == 3 - holders
+    assert process.slots.free + SLOT * len(process.later) == SLOT * (3 - holders)
     process.close()
 
 
@@ -190,13 +192,14 @@ def test_what_is_lent_and_written_leaves_in_order(
 ) -> None:
     process = Process()
     for _ in range(holders):
-        process.slots.take()
+        process.slots.take(SLOT)
     link = process.link
     stream = link.open_stream()
     said = bytearray()
     pace = deque(acks)
 
     def move() -> None:
+        link.go_on()
         process.listen()
         assert len(process.wire) - process.acked <= SEND_BUFFER + 3 * SLOT
         process.acknowledge(stream, pace.popleft() if pace else 1000)
@@ -222,7 +225,7 @@ def test_what_is_lent_and_written_leaves_in_order(
     for _ in range(30):
         move()
     assert process.wire == said
-    assert process.slots.free == 3 - holders
+    assert process.slots.free == SLOT * (3 - holders)
     process.close()
 
 
@@ -251,7 +254,7 @@ def test_slots_are_free_only_once_the_process_has_let_go() -> None:
     process.link.withdraw(stream)
     process.link.take_back(other)
     assert process.slots.free == 0
-    assert sorted(process.later) == [0, 1, 2]
+    assert sorted(process.later) == [(0, 64), (64, 64), (128, 64)]
     process.close()
 
 
@@ -265,7 +268,7 @@ def test_a_link_that_ends_lets_go_of_everything_and_says_how() -> None:
     end = encode_cbor(["remote", "bye", True, None], max_size=100)
     process.tell(Kind.ENDED, number=9, data=end)
     assert link.next_event() == ConnectionEnded(EndedBy.REMOTE, 9, "bye", True)
-    assert sorted(process.later) == [0, 1, 2]
+    assert sorted(process.later) == [(0, 64), (64, 64)]
     process.tell(Kind.DATA, stream.stream_id, 0, b"late")
     assert stream.buffered == 0
     link.close(1, "twice")
