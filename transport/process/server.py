@@ -55,6 +55,11 @@ from transport.udp import Refusal, UdpSocket
 
 __all__ = ["Server"]
 
+LOOK_SECONDS = 0.04
+GREATEST_STEP = 16 << 20
+"""How often the program is told of a transfer under way, and after how many bytes at most: each
+time takes the interpreter's lock from a program that computes, and may cost it milliseconds."""
+
 FACTS_SECONDS = 0.05
 """How old the figures of a connection may be when something else is told of it."""
 
@@ -107,8 +112,8 @@ class _Told:
         """Offsets where memory begins and ends, and where it lies."""
         self.expects_posts = False
         """Whether bytes are to wait for memory that is still to be named."""
-        self.landing = LookStep()
-        self.sending = LookStep()
+        self.landing = LookStep(seconds=LOOK_SECONDS, greatest=GREATEST_STEP)
+        self.sending = LookStep(seconds=LOOK_SECONDS, greatest=GREATEST_STEP)
 
 
 class _LinkState:
@@ -152,6 +157,7 @@ class Server:
         self._by_core: dict[ConnectionCore, _LinkState] = {}
         self._news: dict[_LinkState, None] = {}
         self._touched: dict[ConnectionCore, None] = {}
+        self._indebted: dict[ConnectionCore, None] = {}
         self._next_inbound = 2
         self._report = b""
         self._was_left = False
@@ -394,6 +400,13 @@ class Server:
         """Tell what is new of streams, as far as the program is not behind with listening."""
         now = time.monotonic()
         while self._news and not self._channel.is_full:
+            self._tell_news(now)
+            indebted, self._indebted = self._indebted, {}
+            for core in indebted:
+                self._engine.pump(core)  # the peer may send more: there is memory for it
+
+    def _tell_news(self, now: float) -> None:
+        while self._news and not self._channel.is_full:
             state = next(iter(self._news))
             del self._news[state]
             while state.dirty and not self._channel.is_full:
@@ -458,6 +471,8 @@ class Server:
             skip = told.position - start
             if skip < stop - start:
                 core.post(stream, self._memory[at + skip : at + stop - start])
+                if core.owes_credit(stream):
+                    self._indebted[core] = None
 
     def _tell_acked(self, state: _LinkState, stream: StreamCore, told: _Told) -> None:
         core, lent = state.core, told.lent

@@ -1,6 +1,6 @@
 """Starts the endpoint process, knows when it has ended and why, and ends it.
 
-It is in a session of its own, so that what a terminal or a supervisor sends to the program's group
+It is in a process group of its own, so that what a terminal or a supervisor sends to the program's
 does not end it before the program has said goodbye. Nothing of it has a name: it inherits its
 socket to the program, the endpoint's own socket and the shared memory.
 """
@@ -105,7 +105,7 @@ def spawn(endpoint: socket.socket, memory: int | None) -> tuple[Child, socket.so
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
             pass_fds=passed,
-            start_new_session=True,
+            process_group=0,
         )
     except OSError as error:
         ours.close()

@@ -182,7 +182,7 @@ async def test_signals_to_everybody_do_not_end_it() -> None:
     async with placed() as (dialer, _, connection):
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid(dialer), signum)
-        assert os.getsid(pid(dialer)) == pid(dialer)
+        assert os.getpgid(pid(dialer)) == pid(dialer)
         assert await connection.call("echo", 1) == 1
 
 
