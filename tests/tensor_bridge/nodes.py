@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -28,6 +29,7 @@ from tensor_bridge import (
 from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.wire import ReadOpen
 from transport import Connection, Endpoint, EndpointConfig, PeerAddress, Stream
+from transport.process import ProcessEngine
 
 __all__ = ["LANES", "Node", "eventually", "linked", "node", "preferred", "together"]
 
@@ -88,7 +90,12 @@ class Node:
 
     def fall_silent(self) -> None:
         """Send nothing any more, as a host that was unplugged."""
-        self.endpoint._engine.driver._send = lambda data, address: None  # type: ignore[method-assign]
+        engine = self.endpoint._engine
+        if isinstance(engine, ProcessEngine):
+            assert engine._child is not None
+            os.kill(engine._child.pid, signal.SIGSTOP)  # ended by force when the node is closed
+        else:
+            engine.driver._send = lambda data, address: None  # type: ignore[attr-defined]
 
     async def connection(self, peer: Node) -> Connection:
         return await self.endpoint.connect(peer.address)

@@ -13,7 +13,6 @@ import anyio
 from transport.process.memory import map_memory
 from transport.process.server import Server
 
-
 NICE = 5
 """A program that computes goes first where processors are few: beside a transfer at full rate on
 two of them a training step keeps four fifths of its speed, without this a half, and the transfer is

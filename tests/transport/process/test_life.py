@@ -208,13 +208,13 @@ async def test_a_forked_program_is_told_so_and_does_no_harm() -> None:
 async def test_its_log_is_the_programs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quicmesh")
     async with placed() as (dialer, _, connection):
-        channel = engine(dialer)._channel
-        assert channel is not None
         # A record that makes no sense there fails the connection that it is of, and says so.
         mirror = engine(dialer)._links[1]
         mirror._opened += 5
         mirror.open_stream()
-        await connection.wait_closed()
+        engine(dialer).pump(mirror)
+        with anyio.fail_after(5):
+            await connection.wait_closed()
         await eventually(lambda: "a connection failed inside" in caplog.text)
         assert "the program counts otherwise" in caplog.text
 
@@ -260,7 +260,10 @@ async def test_a_reader_that_sleeps_stops_the_writer() -> None:
         await anyio.sleep_forever()
 
     started: list[Incoming] = []
-    async with endpoint(placement="process") as listener, endpoint(placement="loop") as dialer:
+    async with (
+        endpoint(placement="process", linger=0.01) as listener,
+        endpoint(placement="loop", linger=0.01) as dialer,
+    ):
         listener.register_service("lazy", lazy, scope="x")
         connection = await dialer.connect(at(listener))
         stream = await connection.open_stream("lazy")
