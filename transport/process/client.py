@@ -42,8 +42,11 @@ STOP_SECONDS = 2.0
 CAUSE_SECONDS = 1.0
 """How long to wait for the cause, once it says nothing any more."""
 
-KEEP_SECONDS = 5.0
-"""How often shared memory that nobody has is given back: for the next step of a loop."""
+LOOK_SECONDS = 4.0
+MAX_MISSES = 1
+"""How often the process is asked whether it is still there, and how often in a row it may miss
+that: so long it may be without a processor, or this event loop blocked. As often, shared memory
+that nobody has goes back to the system."""
 
 _LAZY = frozenset({Kind.OPEN, Kind.RELEASE})
 """What may wait for the next packet."""
@@ -93,6 +96,8 @@ class ProcessEngine:
         self._dials: dict[int, tuple[anyio.Event, list[Refusal | None]]] = {}
         self._syncs: deque[tuple[int, list[Piece]]] = deque()
         self._next_sync = 1
+        self._synced = 0
+        self._why: str | None = None
         self._unfed: dict[MirrorLink, None] = {}
         self._later = Later(self._go_on)
         self._refused: dict[SocketAddress, Refusal] = {}
@@ -142,7 +147,7 @@ class ProcessEngine:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.deadlines.run)
             tasks.start_soon(self._later.run)
-            tasks.start_soon(self._trim)
+            tasks.start_soon(self._look_after)
             await self._serve()
 
     async def _serve(self) -> None:
@@ -159,7 +164,7 @@ class ProcessEngine:
             self._child.kill()
         with anyio.move_on_after(CAUSE_SECONDS):
             await self._child.ended()
-        self._lose(why or self._child.cause())
+        self._lose(why or self._why or self._child.cause())
 
     async def _watch(self, child: Child) -> None:
         await child.ended()
@@ -336,6 +341,7 @@ class ProcessEngine:
             self._wake_drain()
 
     def _take_synced(self, record: Record) -> None:
+        self._synced = record.number
         while self._syncs and self._syncs[0][0] <= record.number:
             _, pieces = self._syncs.popleft()
             assert self._memory is not None
@@ -402,11 +408,19 @@ class ProcessEngine:
             link.go_on()
             self.pump(link)
 
-    async def _trim(self) -> None:
-        """Give shared memory back to the system that was not used of late."""
-        while self._memory is not None:
-            await anyio.sleep(KEEP_SECONDS)
-            self._memory.trim()
+    async def _look_after(self) -> None:
+        """See that the process still answers; give memory back that was not used of late."""
+        misses = 0
+        while self._lost is None:
+            asked, self._next_sync = self._next_sync, self._next_sync + 1
+            self._say(encode(Kind.SYNC, number=asked))
+            await anyio.sleep(LOOK_SECONDS)
+            if self._memory is not None:
+                self._memory.trim()
+            misses = 0 if self._synced >= asked else misses + 1
+            if misses > MAX_MISSES and self._child is not None:
+                self._why = f"it has not answered for {misses * LOOK_SECONDS:.0f} s"
+                self._child.kill()
 
     def _check(self) -> None:
         if os.getpid() != self._process:
