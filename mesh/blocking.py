@@ -8,8 +8,9 @@ The names are those of `mesh.Node`, `mesh.Peer` and `mesh.TensorRef`, without ``
 Each node has an event loop of its own in a thread of its own, so that it works as well where a loop
 runs already, as in Jupyter, and may be used by many threads at once. Ctrl+C cancels the operation
 that is waited for. A program that ends without `Node.close` leaves cleanly and soon all the same.
-Packets are moved by a process of the node's own, so that they do not hold up what the program
-computes; ``EndpointConfig(placement="loop")`` has the node's thread do it.
+A program that computes while it moves much data gives its node
+``EndpointConfig(placement="process")``: a process of the node's own then moves the packets, and
+does not hold the program up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -61,9 +61,10 @@ __all__ = ["Node", "Peer", "TensorRef"]
 EXIT_SECONDS = 2.0
 """How long an interpreter that ends waits for peers to be told, over all nodes left open."""
 
-PLACEMENT = "process" if sys.platform == "linux" else "loop"
-"""Where the packets of nodes in threads are moved, unless they are told: a loop that moves them at
-full rate takes the interpreter's lock from a training step, which keeps an eighth of its speed."""
+PLACEMENT = "loop"
+"""Where the packets of nodes in threads are moved, unless they are told. A loop that moves them at
+full rate takes the interpreter's lock from a training step, which a process does not; to start one
+takes half a second of a processor, for each node."""
 
 _Result = TypeVar("_Result")
 

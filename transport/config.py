@@ -97,7 +97,7 @@ class EndpointConfig:
     placement: str | None = None
     """Where packets are moved: ``"loop"``, in the event loop that the endpoint lives in, or
     ``"process"``, in a process of the endpoint's own, which leaves the program its GIL (Linux).
-    None leaves it to who makes the endpoint: the loop, but for nodes of `mesh.blocking`."""
+    None leaves it to who makes the endpoint, and there is the loop where nobody minds."""
 
     def __post_init__(self) -> None:
         if self.placement not in (None, "loop", "process"):

@@ -33,14 +33,15 @@ from transport.process import ProcessEngine
 
 __all__ = ["LANES", "Node", "eventually", "linked", "node", "preferred", "together"]
 
+PROCESS = "process"
+"""The way of moving everything in which QUIC is it, and a process of each node's own moves that."""
+
 LANES = {
     "quic": LaneConfig(shared_memory=False),
     "shared-memory": LaneConfig(shared_from=1),
+    PROCESS: LaneConfig(shared_memory=False),
 }
 """How nodes are made to move everything by one lane, by its name."""
-
-placement = os.environ.get("QM_PLACEMENT") or None
-"""Where the packets of nodes of tests are moved."""
 
 preferred = "quic"
 """What nodes of tests take: see the fixture `lane`."""
@@ -140,7 +141,7 @@ async def node(
 ) -> AsyncIterator[Node]:
     """A node that lives for the block; `settings` are of its endpoint."""
     authorizer = authorizer or allow_any()
-    placed = {"placement": placement}
+    placed = {"placement": "process" if preferred == PROCESS else "loop"}
     settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | placed | settings
     config = EndpointConfig(**settings)
     async with AsyncExitStack() as stack:

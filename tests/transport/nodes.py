@@ -27,8 +27,8 @@ from tests.programs import Program
 from transport import Connection, Endpoint, EndpointConfig, EndpointEvent, Incoming, PeerAddress
 from transport.cbor import CborValue
 
-placement = os.environ.get("QM_PLACEMENT") or None
-"""Where the packets of endpoints of tests are moved: see the fixture `placed`."""
+placement: str | None = None
+"""Where the packets of endpoints are moved: a test sets it to have all of its own moved there."""
 
 REPOSITORY = Path(__file__).parents[2]
 
