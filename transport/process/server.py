@@ -540,6 +540,8 @@ class Server:
     async def _look_at_figures(self) -> None:
         while True:
             await anyio.sleep(REPORT_SECONDS)
+            if self._channel.is_full:
+                continue  # a program that is stopped finds those of a later time
             now = time.monotonic()
             for state in self._links.values():
                 self._tell_facts(state, now)

@@ -21,6 +21,17 @@ from transport.errors import EndpointLost
 
 __all__ = ["Child", "spawn"]
 
+_BEGIN = """
+import sys
+root, path = sys.argv[1], sys.path
+others = [at for at, name in enumerate(path) if name.endswith(("site-packages", "dist-packages"))]
+path.insert(others[0] if others else len(path), root)
+from transport.process.__main__ import main
+main(sys.argv[2:])
+"""
+"""``python -m transport.process``, of this very installation, whatever else has its packages' names
+where the program was started, and behind the interpreter's own library."""
+
 POLL_SECONDS = 0.01
 """How often to look whether it has ended, where the system can't tell."""
 
@@ -94,16 +105,13 @@ def spawn(endpoint: socket.socket, memory: int | None) -> tuple[Child, socket.so
         raise _not_started("this interpreter does not know its own path", 'Use placement="loop".')
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     passed = [theirs.fileno(), endpoint.fileno(), *([] if memory is None else [memory])]
-    # This very installation, whatever else has its packages' names where the program was started.
     root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "transport.process", str(os.getpid()), *map(str, passed)]
+    command = [sys.executable, "-P", "-c", _BEGIN, root, str(os.getpid()), *map(str, passed)]
     try:
         process = subprocess.Popen(  # noqa: S603 - of our own making
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
             pass_fds=passed,
             process_group=0,
         )
