@@ -79,6 +79,7 @@ async def test_processes_killed_at_random_points() -> None:
     chance = random.Random(7)
     async with endpoint(linger=0.1) as listener:
         listener.register_service("mirror", _mirror, scope="x")
+        await anyio.wait_all_tasks_blocked()
         before = process_holdings()
         for _ in range(ROUNDS):
             async with endpoint(placement="process", linger=0.1) as node:
