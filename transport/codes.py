@@ -85,7 +85,8 @@ def code_of(error: BaseException) -> AppCode:
     """Return the code under which `error` travels in a frame without room for text."""
     if not isinstance(error, Exception):  # cancellation, in whichever loop's dress
         return AppCode.CANCELLED
-    codes = {kind: code for code, kind in _CLASSES.items()}
+    # GONE is of a whole connection alone, and says it of whoever sends it.
+    codes = {kind: code for code, kind in _CLASSES.items() if code is not AppCode.GONE}
     # The nearest class with a code: TokenRefused is an AccessDenied too.
     return next((codes[kind] for kind in type(error).mro() if kind in codes), AppCode.INTERNAL)
 

@@ -52,13 +52,14 @@ NOT_IN_A_PROCESS = {
     "test_a_copy_goes_on_though_the_source_believes_in_the_old_link",
     "test_cancellation",
     "test_copy",
+    "test_progress_of_put_and_get",
 }
-"""What reaches for the packets themselves, counts on the instant at which they leave, or has nodes
-by the thousand."""
+"""What reaches for the packets themselves, counts on when they leave or on how much is told of at
+once, or has nodes by the thousand."""
 
 ALWAYS_IN_A_PROCESS = {
     "test_a_large_copy_passes_the_client_by",
-    "test_progress_of_put_and_get",
+    "test_every_layout_there_and_back",
     "test_target_vanishes",
 }
 """What is run over an endpoint process always: each of a test's takes half a second to start."""
