@@ -8,12 +8,16 @@ The names are those of `mesh.Node`, `mesh.Peer` and `mesh.TensorRef`, without ``
 Each node has an event loop of its own in a thread of its own, so that it works as well where a loop
 runs already, as in Jupyter, and may be used by many threads at once. Ctrl+C cancels the operation
 that is waited for. A program that ends without `Node.close` leaves cleanly and soon all the same.
+A program that computes while it moves much data gives its node
+``EndpointConfig(placement="process")``: a process of the node's own then moves the packets, and
+does not hold the program up.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -58,6 +62,11 @@ __all__ = ["Node", "Peer", "TensorRef"]
 EXIT_SECONDS = 2.0
 """How long an interpreter that ends waits for peers to be told, over all nodes left open."""
 
+PLACEMENT = "loop"
+"""Where the packets of nodes in threads are moved, unless they are told. A loop that moves them at
+full rate takes the interpreter's lock from a training step, which a process does not; to start one
+takes half a second of a processor, for each node."""
+
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger("quicmesh.mesh")
@@ -79,7 +88,7 @@ class Node:
         shared_memory: bool = True,
     ) -> Self:
         """A machine's node; see `mesh.Node.peer`."""
-        return cls(async_node.Node.peer(home, config=config, shared_memory=shared_memory))
+        return cls(async_node.Node.peer(home, config=_placed(config), shared_memory=shared_memory))
 
     @classmethod
     def client(
@@ -102,7 +111,7 @@ class Node:
                 scopes=scopes,
                 credential=credential,
                 secret=secret,
-                config=config,
+                config=_placed(config),
                 shared_memory=shared_memory,
             )
         )
@@ -118,7 +127,9 @@ class Node:
     ) -> Self:
         """A program that peers dial as well; see `mesh.Node.worker`."""
         return cls(
-            async_node.Node.worker(home, scopes=scopes, config=config, shared_memory=shared_memory)
+            async_node.Node.worker(
+                home, scopes=scopes, config=_placed(config), shared_memory=shared_memory
+            )
         )
 
     @classmethod
@@ -136,7 +147,7 @@ class Node:
             async_node.Node.embedded(
                 key=key,
                 authorizer=authorizer,
-                config=config,
+                config=_placed(config),
                 tensors=tensors,
                 shared_memory=shared_memory,
             )
@@ -373,6 +384,13 @@ class TensorRef:
     def delete(self, *, timeout: float = 30.0) -> None:
         """Free the tensor; see `mesh.TensorRef.delete`."""
         self._node.run(partial(self._ref.delete, timeout=timeout))
+
+
+def _placed(config: EndpointConfig | None) -> EndpointConfig:
+    config = config or EndpointConfig()
+    if config.placement is None:
+        config = dataclasses.replace(config, placement=PLACEMENT)
+    return config
 
 
 class _LoopThread:

@@ -24,6 +24,7 @@ command when the error ends it.
     │   ├── StreamReset              1  the other side gave up on one stream
     │   ├── BufferGone               1  memory lent to a transfer was given back before it was sent
     │   ├── DeadlineExceeded         5  the time given for an operation ran out
+    │   ├── EndpointLost             1  the process that moves this node's packets is gone
     │   ├── LimitExceeded            1  a bound of this node or of the peer was reached
     │   ├── ServiceUnknown           1  the peer offers no such service
     │   └── RemoteError              1  the peer's handler failed
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
         ConnectionClosed,
         ConnectTimeout,
         DeadlineExceeded,
+        EndpointLost,
         IdentityInUse,
         LimitExceeded,
         PeerLost,
@@ -123,6 +125,7 @@ __all__ = [
     "ConnectionClosed",
     "ConnectTimeout",
     "DeadlineExceeded",
+    "EndpointLost",
     "GroupAborted",
     "HomeError",
     "IdentityError",
@@ -200,6 +203,7 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
                     "ConnectionClosed",
                     "ConnectTimeout",
                     "DeadlineExceeded",
+                    "EndpointLost",
                     "IdentityInUse",
                     "LimitExceeded",
                     "PeerLost",

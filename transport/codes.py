@@ -16,6 +16,7 @@ from transport.errors import (
     DeadlineExceeded,
     IdentityInUse,
     LimitExceeded,
+    PeerLost,
     ProtocolError,
     RemoteError,
     ServiceUnknown,
@@ -45,6 +46,7 @@ class AppCode(enum.IntEnum):
     SUPERSEDED = 0xA
     IDENTITY_IN_USE = 0xB
     IDLE = 0xC
+    GONE = 0xD
 
 
 _CLASSES: dict[AppCode, type[MeshError]] = {
@@ -58,6 +60,7 @@ _CLASSES: dict[AppCode, type[MeshError]] = {
     AppCode.SERVICE_UNKNOWN: ServiceUnknown,
     AppCode.SUPERSEDED: Superseded,
     AppCode.IDENTITY_IN_USE: IdentityInUse,
+    AppCode.GONE: PeerLost,
 }
 
 _WHY: dict[AppCode, str] = {
@@ -74,6 +77,7 @@ _WHY: dict[AppCode, str] = {
     AppCode.SUPERSEDED: "another connection has its place",
     AppCode.IDENTITY_IN_USE: "the same key is alive at another address",
     AppCode.IDLE: "nothing used it",
+    AppCode.GONE: "its program has ended without a word",
 }
 
 
@@ -81,7 +85,8 @@ def code_of(error: BaseException) -> AppCode:
     """Return the code under which `error` travels in a frame without room for text."""
     if not isinstance(error, Exception):  # cancellation, in whichever loop's dress
         return AppCode.CANCELLED
-    codes = {kind: code for code, kind in _CLASSES.items()}
+    # GONE is of a whole connection alone, and says it of whoever sends it.
+    codes = {kind: code for code, kind in _CLASSES.items() if code is not AppCode.GONE}
     # The nearest class with a code: TokenRefused is an AccessDenied too.
     return next((codes[kind] for kind in type(error).mro() if kind in codes), AppCode.INTERNAL)
 

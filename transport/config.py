@@ -94,7 +94,18 @@ class EndpointConfig:
     """Congestion controller: ``"rate"``, which learns the path's rate and shortest round trip and
     bears random loss, ``"cubic"`` or ``"reno"``."""
 
+    placement: str | None = None
+    """Where packets are moved: ``"loop"``, in the event loop that the endpoint lives in, or
+    ``"process"``, in a process of the endpoint's own, which leaves the program its GIL (Linux).
+    None leaves it to who makes the endpoint, and there is the loop where nobody minds."""
+
     def __post_init__(self) -> None:
+        if self.placement not in (None, "loop", "process"):
+            raise TransportError(
+                "endpoint configuration",
+                why=f"placement is {self.placement!r}",
+                fix='Choose "loop" or "process".',
+            )
         for name in TIMES:
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf and not (name == "linger" and seconds == 0):

@@ -27,7 +27,6 @@ from transport.errors import (
     ProtocolError,
 )
 from transport.frames import LENGTH, request_frame, take_reply
-from transport.protocol import ConnectionCore
 from transport.protocol.events import (
     ConnectionEnded,
     EndedBy,
@@ -41,7 +40,7 @@ from transport.protocol.events import (
 from transport.stream import Stream
 
 if TYPE_CHECKING:
-    from transport.driver import Driver
+    from transport.engine import Engine, Link
 
 __all__ = ["MESH_ALPN", "Connection", "ConnectionInfo"]
 
@@ -85,7 +84,7 @@ class Connection:
     """
 
     def __init__(
-        self, driver: Driver, core: ConnectionCore, address: SocketAddress, *, outbound: bool
+        self, engine: Engine, core: Link, address: SocketAddress, *, outbound: bool
     ) -> None:
         self.core = core
         self.outbound = outbound
@@ -101,7 +100,7 @@ class Connection:
         self.carrier: Carrier | None = None
         """Another way for calls to the peer, where there is one."""
 
-        self._driver = driver
+        self._engine = engine
         self._address = address
         self.is_admitted = False
         """Whether the limits of a stranger have been lifted."""
@@ -163,8 +162,7 @@ class Connection:
     @property
     def remote_address(self) -> SocketAddress:
         """The peer's address now in use; it changes when the peer migrates."""
-        address = self.core.quic.get_peer_address() or self._address
-        return address[0], address[1]
+        return self.core.remote_address or self._address
 
     @property
     def info(self) -> ConnectionInfo:
@@ -172,10 +170,10 @@ class Connection:
         return ConnectionInfo(
             remote=format_address(self.remote_address),
             outbound=self.outbound,
-            rtt=self.core.quic.rtt,
+            rtt=self.core.rtt,
             bytes_sent=self.core.bytes_sent,
             bytes_received=self.core.bytes_received,
-            datagram_size=self.core.quic.datagram_size,
+            datagram_size=self.core.datagram_size,
             streams=len(self._streams),
             age=time.monotonic() - self._opened_at,
         )
@@ -387,11 +385,11 @@ class Connection:
     @property
     def deadlines(self) -> Deadlines:
         """Watches over those who wait for something on a stream."""
-        return self._driver.deadlines
+        return self._engine.deadlines
 
     def pump(self) -> None:
-        """Let the driver send what there is to send, and tell us what happened."""
-        self._driver.pump(self.core)
+        """Let the engine send what there is to send, and tell us what happened."""
+        self._engine.pump(self.core)
 
     def handle(self, event: Event) -> None:
         """Take one event of the protocol half."""
@@ -423,7 +421,7 @@ class Connection:
                 pass
 
     def pumped(self) -> None:
-        """The driver has just looked after this connection."""
+        """The engine has just looked after this connection."""
         if self._flushed is not None and self.core.is_flushed():
             self._flushed.set()
 
@@ -524,8 +522,10 @@ class Connection:
 
     def _error_of(self, end: ConnectionEnded) -> MeshError:
         who = self._who()
-        if self.core.quic.peer_error is not None:
-            refused = self.core.quic.peer_error
+        failure, refused = self.core.failure, self.core.peer_error
+        if failure is not None:
+            return type(failure)("connection", peer=who, why=failure.why, fix=failure.fix)
+        if refused is not None:
             return type(refused)(
                 "connection", peer=who, stage="handshake", why=refused.why, fix=refused.fix
             )

@@ -20,6 +20,7 @@ from transport.connection import Connection
 from transport.errors import (
     ConnectionClosed,
     ConnectTimeout,
+    EndpointLost,
     IdentityInUse,
     ProtocolError,
     Unreachable,
@@ -225,8 +226,8 @@ class _Flight:
         self._attempts[address] = NO_ANSWER
         try:
             connection = await self._attempt(self.target, address)
-        except (AccessDenied, IdentityInUse) as error:
-            # The peer itself has spoken: it would say the same at its other addresses.
+        except (AccessDenied, EndpointLost, IdentityInUse) as error:
+            # The peer itself has spoken, or this node is unable: at other addresses it is the same.
             self._verdict = error
             race.cancel()
         except MeshError as error:

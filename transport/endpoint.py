@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVarTuple, Unpack
@@ -34,7 +33,7 @@ from transport.codes import AppCode
 from transport.config import EndpointConfig
 from transport.connection import MESH_ALPN, Connection
 from transport.dialing import Dialer
-from transport.driver import Driver
+from transport.engine import Engine, Link
 from transport.errors import (
     AddressError,
     ConnectionClosed,
@@ -44,32 +43,19 @@ from transport.errors import (
     Unreachable,
 )
 from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused, PeerRevoked
+from transport.loop_engine import LoopEngine
 from transport.offers import ProtocolTable, check_alpn
 from transport.pool import Pool
-from transport.protocol import ConnectionCore, Demultiplexer
-from transport.protocol.aioquic_adapter import (
-    AdaptedConnection,
-    client_configuration,
-    server_configuration,
-)
-from transport.protocol.connection_ids import ConnectionIds
+from transport.process import ProcessEngine
 from transport.protocol.events import Event
-from transport.protocol.hello import BOOT_ID_LENGTH, HELLO_MAX
-from transport.protocol.newcomers import NewcomerFilter, StrangerBudget
+from transport.protocol.hello import BOOT_ID_LENGTH
 from transport.protocol.turns import Turns
 from transport.reception import Reception
 from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
-from transport.socket_filter import FloodGuard
 from transport.udp import UdpSocket
 from transport.whereabouts import MAX_ADDRESSES, Whereabouts
 
 __all__ = ["Endpoint"]
-
-STRANGER_WINDOW = HELLO_MAX + 4096
-"""Receive window of a connection that is not yet authorized, in bytes: one hello."""
-
-QUIC_IDLE_TIMEOUT = 60.0
-"""QUIC's own idle timeout, in seconds: a backstop, for liveness notices long before."""
 
 CLOSING_SECONDS = 0.5
 """How long a closed endpoint stays, at most, to repeat its farewell to peers who missed it."""
@@ -127,7 +113,6 @@ class Endpoint:
         """Drawn anew at each start: tells a restarted peer from a second one with its key."""
         self.authorizer = authorizer
         self._key = key
-        self._ids = ConnectionIds()
         self._pool = Pool(self.node_id)
         self._admission = Admission(
             self.node_id,
@@ -146,44 +131,38 @@ class Endpoint:
         self._turns = Turns()
         self._reception = Reception(self._services.serve, self._turns)
         self._protocols = ProtocolTable(MESH_ALPN)
-        self._connections: dict[ConnectionCore, Connection] = {}
+        self._connections: dict[Link, Connection] = {}
         self._whereabouts = Whereabouts()
         self._observers: list[Callable[[EndpointEvent], object]] = []
         self._tasks = Background("an endpoint")
         self._closing = False
+        self._has_engine = False
 
     # -- life
 
     async def __aenter__(self) -> Endpoint:
-        sock = UdpSocket(self.config.bind)
-        rules, budget = self.config.newcomers, StrangerBudget()
-        self._demux = Demultiplexer(
-            make_listener=self._make_listener if self.config.listen else None,
-            max_connections=self.config.max_connections,
-            max_half_open=self.config.max_half_open,
-            max_half_open_per_host=self.config.max_half_open_per_host,
-            retry_threshold=self.config.retry_threshold,
-            new_connection_id=self._ids.draw,
-            newcomers=None if rules is None else NewcomerFilter(rules),
-            strangers=budget,
-        )
-        guard = FloodGuard(sock.raw, self._ids, self._demux, budget)
-        self._driver = Driver(
+        sock = self._socket = UdpSocket(self.config.bind)
+        placed = ProcessEngine if self.config.placement == "process" else LoopEngine
+        self._engine: Engine = placed(
             sock,
-            self._demux,
-            guard,
+            self._key,
+            self.config,
             self._turns,
+            alpns=self._protocols.names,
+            on_inbound=self._on_inbound,
             on_event=self._on_event,
             on_pumped=self._pumped,
         )
+        self._has_engine = True
         self._driving = anyio.CancelScope(shield=True)
-        self._dialer = Dialer(self._tasks, sock.why_refused)
+        self._dialer = Dialer(self._tasks, self._engine.why_refused)
         if sock.warning is not None and self.config.listen:
             _warn_once(sock.warning)
         try:
+            await self._engine.open()
             await self._tasks.open()
         except BaseException:
-            self._driver.close()
+            await self._engine.close()
             raise
         self._tasks.start_soon(self._drive)
         self._tasks.start_soon(self._reception.run)
@@ -196,21 +175,21 @@ class Endpoint:
         traceback: TracebackType | None,
     ) -> None:
         self._closing = True
-        self._demux.stop_listening()
-        round_trip = max((core.quic.rtt or 0.0 for core in self._connections), default=0.0)
+        self._engine.stop_listening()
+        round_trip = max((core.rtt or 0.0 for core in self._connections), default=0.0)
         linger = self.config.linger if exc is None else min(self.config.linger, HURRIED_LINGER)
         try:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as closing:
                     for connection in list(self._connections.values()):
                         closing.start_soon(self._say_goodbye, connection, linger)
-                await self._driver.drain(min(CLOSING_SECONDS, round_trip * CLOSING_ROUND_TRIPS))
+                await self._engine.drain(min(CLOSING_SECONDS, round_trip * CLOSING_ROUND_TRIPS))
         finally:
             self._driving.cancel()
             try:
                 await self._tasks.close()
             finally:
-                self._driver.close()
+                await self._engine.close()
 
     # -- facts
 
@@ -219,12 +198,12 @@ class Endpoint:
         """Where others may reach this node, the likeliest first."""
         if self.config.advertise:
             return tuple(parse_address(text) for text in self.config.advertise)
-        return self._driver.socket.reachable()[:MAX_ADDRESSES]
+        return self._socket.reachable()[:MAX_ADDRESSES]
 
     @property
     def bound(self) -> SocketAddress:
         """The address that the socket listens on, perhaps a wildcard, with the real port."""
-        return self._driver.socket.address
+        return self._socket.address
 
     @property
     def port(self) -> int:
@@ -234,7 +213,7 @@ class Endpoint:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What this host withholds from the endpoint and what to do about it, each a sentence."""
-        warning = self._driver.socket.warning
+        warning = self._socket.warning
         return () if warning is None else (warning,)
 
     @property
@@ -250,8 +229,8 @@ class Endpoint:
     @property
     def drops(self) -> dict[str, int]:
         """Datagrams that led nowhere, counted by reason."""
-        in_kernel = self._driver.socket.kernel_drops
-        return dict(self._demux.drops) | ({"in the kernel": in_kernel} if in_kernel else {})
+        in_kernel = self._socket.kernel_drops
+        return self._engine.drops | ({"in the kernel": in_kernel} if in_kernel else {})
 
     def subscribe(self, observer: Callable[[EndpointEvent], object]) -> None:
         """Have `observer` called in the event loop with each `EndpointEvent`."""
@@ -307,6 +286,8 @@ class Endpoint:
             TransportError: `alpn` or `handler` can't be one, or the name is taken.
         """
         self._protocols.register(alpn, handler)
+        if self._has_engine:
+            self._engine.offer(self._protocols.names)
 
     # -- peers
 
@@ -440,24 +421,10 @@ class Endpoint:
     async def _dial_once(
         self, target: PeerAddress, address: SocketAddress, alpn: str, credential: bytes
     ) -> Connection:
-        quic = AdaptedConnection(
-            configuration=client_configuration(
-                self._key,
-                alpn,
-                max_data=STRANGER_WINDOW,
-                max_stream_data=self.config.stream_window,
-                idle=QUIC_IDLE_TIMEOUT,
-                congestion=self.config.congestion_control,
-            ),
-            expected_peer=target.node_id,
-            max_streams=0,
-            new_connection_id=self._ids.draw,
-        )
-        connection = self._connection(quic, address, outbound=True)
+        link = self._engine.outbound(target.node_id, alpn)
+        connection = self._connection(link, address, outbound=True)
         try:
-            self._driver.socket.refused.pop(address, None)
-            self._driver.dial(connection.core, address)
-            refusal = self._driver.socket.refused.get(address)
+            refusal = await self._engine.dial(link, address)
             if refusal is not None and refusal.is_final:
                 raise Unreachable("connecting", peer=target.node_id.short, why=refusal.why)
             await self._admission.introduce(connection, credential)
@@ -468,40 +435,14 @@ class Endpoint:
         self._welcome(connection)
         return connection
 
-    def _make_listener(
-        self, original: bytes, retried: bytes | None, address: SocketAddress, now: float
-    ) -> ConnectionCore:
-        quic = AdaptedConnection(
-            configuration=server_configuration(
-                self._key,
-                self._protocols.names,
-                max_data=STRANGER_WINDOW,
-                max_stream_data=self.config.stream_window,
-                idle=QUIC_IDLE_TIMEOUT,
-                congestion=self.config.congestion_control,
-            ),
-            expected_peer=None,
-            max_streams=1,
-            original_destination_connection_id=original,
-            retry_source_connection_id=retried,
-            new_connection_id=self._ids.draw,
-        )
-        connection = self._connection(quic, address, outbound=False)
+    def _on_inbound(self, link: Link, address: SocketAddress) -> None:
+        connection = self._connection(link, address, outbound=False)
         self._tasks.start_soon(self._receive_connection, connection, address)
-        return connection.core
 
-    def _connection(
-        self, quic: AdaptedConnection, address: SocketAddress, *, outbound: bool
-    ) -> Connection:
-        core = ConnectionCore(
-            quic,
-            liveness=self.config.liveness,
-            send_buffer=self.config.send_buffer,
-            now=time.monotonic(),
-        )
-        connection = Connection(self._driver, core, address, outbound=outbound)
-        self._connections[core] = connection
-        connection.on_close(lambda _: self._connections.pop(core, None))
+    def _connection(self, link: Link, address: SocketAddress, *, outbound: bool) -> Connection:
+        connection = Connection(self._engine, link, address, outbound=outbound)
+        self._connections[link] = connection
+        connection.on_close(lambda _: self._connections.pop(link, None))
         return connection
 
     async def _receive_connection(self, connection: Connection, address: SocketAddress) -> None:
@@ -527,7 +468,7 @@ class Endpoint:
 
     def _welcome(self, connection: Connection) -> None:
         """Begin to serve a connection whose peer is admitted."""
-        self._demux.admitted(connection.core)
+        self._engine.admitted(connection.core)
         if connection.alpn == MESH_ALPN:
             self._whereabouts.reached(connection.peer.node_id, connection.remote_address)
         self._notify(PeerJoined(connection))
@@ -585,17 +526,17 @@ class Endpoint:
     async def _drive(self) -> None:
         # Shielded, so that a cancelled program still says goodbye: `__aexit__` ends it.
         with self._driving:
-            await self._driver.run()
+            await self._engine.run()
 
-    # -- called by the driver
+    # -- called by the engine
 
-    def _on_event(self, core: ConnectionCore, event: Event) -> None:
-        connection = self._connections.get(core)
+    def _on_event(self, link: Link, event: Event) -> None:
+        connection = self._connections.get(link)
         if connection is not None:
             connection.handle(event)
 
-    def _pumped(self, core: ConnectionCore) -> None:
-        connection = self._connections.get(core)
+    def _pumped(self, link: Link) -> None:
+        connection = self._connections.get(link)
         if connection is not None:
             connection.pumped()
 

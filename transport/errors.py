@@ -9,6 +9,7 @@ MeshError
     ├── IdentityInUse         the same key is alive at another address
     ├── ConnectionClosed      one of the two sides closed the connection on purpose
     │   └── Superseded        ... for another connection with the same peer
+    ├── EndpointLost          the process that moves this node's packets is gone
     ├── PeerLost              the peer vanished: killed, unplugged, or silent for too long
     ├── ProtocolError         bytes that break the protocol
     ├── StreamReset           the other side gave up on one stream
@@ -34,6 +35,7 @@ __all__ = [
     "ConnectTimeout",
     "ConnectionClosed",
     "DeadlineExceeded",
+    "EndpointLost",
     "IdentityInUse",
     "LimitExceeded",
     "PeerLost",
@@ -103,6 +105,12 @@ class Superseded(ConnectionClosed):
     """Two nodes keep one connection: this one gave way to another with the same peer."""
 
     code = "superseded"
+
+
+class EndpointLost(TransportError):
+    """The process that moves this node's packets could not be started, or is gone."""
+
+    code = "endpoint-lost"
 
 
 class PeerLost(TransportError):

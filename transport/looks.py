@@ -15,9 +15,16 @@ LOOK_SECONDS = 0.005
 
 
 class LookStep:
-    """Suits the distance between two looks at a transfer to its speed."""
+    """Suits the distance between two looks at a transfer to its speed.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: what should pass between two looks.
+        greatest: bytes that may move between them.
+    """
+
+    def __init__(self, *, seconds: float = LOOK_SECONDS, greatest: int = GREATEST_STEP) -> None:
+        self._seconds = seconds
+        self._greatest = greatest
         self._size = LEAST_STEP
         self._at = time.monotonic()
 
@@ -28,8 +35,8 @@ class LookStep:
     def looked(self) -> None:
         """A look was taken."""
         now = time.monotonic()
-        if now - self._at < LOOK_SECONDS:
-            self._size = min(2 * self._size, GREATEST_STEP)
+        if now - self._at < self._seconds:
+            self._size = min(2 * self._size, self._greatest)
         else:
             self._size = max(self._size // 2, LEAST_STEP)
         self._at = now

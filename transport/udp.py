@@ -106,6 +106,7 @@ class UdpSocket:
 
     Args:
         bind: where to listen, as `parse_bind` reads it; port 0 takes a free one.
+        descriptor: of a socket that was bound so by another process, to be taken over.
 
     Attributes:
         address: what is bound.
@@ -117,9 +118,12 @@ class UdpSocket:
         AddressInUse: another socket has it.
     """
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, *, descriptor: int | None = None) -> None:
         self._binding = parse_bind(bind)
-        self._socket, self.dual_stack = _open(*self._binding.address())
+        if descriptor is None:
+            self._socket, self.dual_stack = _open(*self._binding.address())
+        else:
+            self._socket, self.dual_stack = _take_over(descriptor)
         self._is_ipv6 = self._socket.family == socket.AF_INET6
         self._socket.setblocking(False)
         self.warning = _ask_for_buffers(self._socket)
@@ -148,7 +152,7 @@ class UdpSocket:
     @property
     def kernel_drops(self) -> int:
         """Datagrams that found the queue full, or were filtered; 0 where none can be told."""
-        if sys.platform != "linux":
+        if sys.platform != "linux" or self._socket.fileno() < 0:
             return 0
         info = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4 * (_DROPS + 1))
         return int.from_bytes(info[4 * _DROPS :], sys.byteorder)
@@ -405,6 +409,13 @@ def _open(host: str, port: int) -> tuple[socket.socket, bool]:
     if _has_ipv6():
         return _bind(socket.AF_INET6, host, port, dual_stack=True), True
     return _bind(socket.AF_INET, "0.0.0.0", port), False  # noqa: S104 - all was asked for
+
+
+def _take_over(descriptor: int) -> tuple[socket.socket, bool]:
+    """Return a socket that was bound, and whether it takes IPv4 beside IPv6."""
+    sock = socket.socket(fileno=descriptor)
+    is_wide = sock.family == socket.AF_INET6 and _is_wildcard(sock.getsockname()[0])
+    return sock, is_wide and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
 
 
 def _has_ipv6() -> bool:

@@ -80,7 +80,7 @@ async def test_half_open_handshakes_are_bounded_and_a_friend_keeps_working() -> 
             while len(clients) < 60:
                 worst = max(worst, await works(connection, 0.2))
             assert worst < 1.0
-            assert node._demux.half_open <= 32, "of one host"
+            assert node._engine.demux.half_open <= 32, "of one host"
             assert len(node._connections) <= 34
             # A newcomer from the same host gets in: it can prove that its address is its own.
             async with endpoint() as late:
@@ -96,19 +96,19 @@ async def test_many_half_open_handshakes_make_newcomers_prove_their_address() ->
         try:
             for client in waiting:
                 client.start()
-            await eventually(lambda: node._demux.half_open == 2)
+            await eventually(lambda: node._engine.demux.half_open == 2)
             # Past the threshold a newcomer that answers the Retry gets in ...
             async with raw_client(node.port, SecretKey.generate()) as client:
                 assert client.quic._retry_source_connection_id is not None
                 client.send(hello(), fin=True)
                 await client.until(lambda: client.reply())
             # ... and one that does not (its address was not its own) makes no state.
-            before = node._demux.half_open
+            before = node._engine.demux.half_open
             forger = RawClient(node.port, SecretKey.generate(), "mesh/1")
             waiting.append(forger)
             forger.start()
             await anyio.sleep(0.1)
-            assert node._demux.half_open == before
+            assert node._engine.demux.half_open == before
         finally:
             for client in waiting:
                 client.socket.close()
@@ -128,7 +128,7 @@ async def test_a_handshake_without_a_hello_takes_no_place_from_others_for_long()
             for client in clients:
                 await client.run(0.03)
             assert any(client.handshaken for client in clients)
-            assert node._demux.half_open <= 6, "those who have not been admitted all count"
+            assert node._engine.demux.half_open <= 6, "those who have not been admitted all count"
             assert len(node._connections) <= 7
             assert await connection.call("echo", 1) == 1
             for client in clients:
@@ -143,9 +143,9 @@ async def test_a_connection_that_vanishes_half_open_is_cleared_away() -> None:
     async with endpoint(handshake_timeout=0.3) as node:
         client = RawClient(node.port, SecretKey.generate(), "mesh/1")
         client.start()
-        await eventually(lambda: node._demux.half_open == 1)
+        await eventually(lambda: node._engine.demux.half_open == 1)
         client.socket.close()
-        await eventually(lambda: not node._connections and not node._demux.half_open)
+        await eventually(lambda: not node._connections and not node._engine.demux.half_open)
 
 
 @pytest.mark.alone
@@ -169,7 +169,7 @@ async def test_a_flood_of_hellos_ends_each_and_leaves_nothing() -> None:
         assert ended == 15
         assert worst < 1.5
         await eventually(lambda: len(node._connections) == 1)
-        await eventually(lambda: len(node._demux.connections) == 1)
+        await eventually(lambda: len(node._engine.demux.connections) == 1)
 
 
 async def test_connections_in_all_are_bounded() -> None:
@@ -188,7 +188,7 @@ async def test_connections_in_all_are_bounded() -> None:
         connection = one.connection(node.node_id)
         assert connection is not None
         await connection.close()
-        await eventually(lambda: len(node._demux.connections) < 3)
+        await eventually(lambda: len(node._engine.demux.connections) < 3)
         await four.connect(at(node))  # a place has become free
 
 

@@ -161,17 +161,17 @@ async def test_a_token_of_a_retry_proves_one_address_only() -> None:
         endpoint(retry_threshold=1, max_half_open_per_host=4) as node,
         raw_client(node.port, SecretKey.generate(), handshake=False),
     ):
-        await eventually(lambda: node._demux.half_open == 1)
+        await eventually(lambda: node._engine.demux.half_open == 1)
         client, other = Intercepted(node.port), bare_socket()
         try:
             client.start()
             await client.until(lambda: client.kept)
             other.sendto(client.kept[0], client.target)
             await eventually(lambda: node.drops.get("bad Retry token"))
-            assert node._demux.half_open == 1
+            assert node._engine.demux.half_open == 1
             assert taken(other) == 0
             client.socket.sendto(client.kept[0], client.target)  # the positive control
-            await eventually(lambda: node._demux.half_open == 2)
+            await eventually(lambda: node._engine.demux.half_open == 2)
         finally:
             client.socket.close()
             other.close()

@@ -13,7 +13,7 @@ from tests.attacks.raw import framed, hello, raw_client, request
 from tests.transport.nodes import Events, Policy, at, endpoint, eventually, is_idle
 from transport import Connection, Incoming, PeerAddress, PeerRefused, Unreachable
 from transport.cbor import CborValue
-from transport.endpoint import STRANGER_WINDOW
+from transport.loop_engine import STRANGER_WINDOW
 
 pytestmark = [pytest.mark.anyio, pytest.mark.attack]
 

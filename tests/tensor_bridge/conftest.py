@@ -1,4 +1,4 @@
-"""What the tensor tests share: moves over each lane in turn."""
+"""What the tensor tests share: moves over each lane in turn, and over both placements."""
 
 from __future__ import annotations
 
@@ -50,26 +50,47 @@ OF_NO_LANE = {
 """Tests, and scenarios of cancellation, in which no bytes to speak of take the nodes' lane."""
 
 
+NOT_IN_A_PROCESS = {
+    "test_a_copy_goes_on_though_the_source_believes_in_the_old_link",
+    "test_cancellation",
+    "test_copy",
+    "test_progress_of_put_and_get",
+}
+"""What reaches for the packets themselves, counts on when they leave or on how much is told of at
+once, or has nodes by the thousand."""
+
+ALWAYS_IN_A_PROCESS = {
+    "test_a_large_copy_passes_the_client_by",
+    "test_every_layout_there_and_back",
+    "test_target_vanishes",
+}
+"""What is run over an endpoint process always: each of a test's takes half a second to start."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run each test over shared memory on one event loop alone, unless all is asked for.
 
     Which one differs from case to case, so that there are many on either. QUIC, which is on the way
-    of every move, is tested on both.
+    of every move, is tested on both. Over an endpoint process a few are run, as that takes half a
+    second to start for each node.
     """
-    if config.getoption("--slow"):
-        return
-    left_out = [item for item in items if _is_left_out(item)]
+    left_out = [item for item in items if _is_left_out(item, has_time=config.getoption("--slow"))]
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 
 
-def _is_left_out(item: pytest.Item) -> bool:
+def _is_left_out(item: pytest.Item, *, has_time: bool) -> bool:
     params = getattr(getattr(item, "callspec", None), "params", {})
     module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
-    if params.get("lane") != "shared-memory" or module not in OVER_EACH_LANE:
+    lane, names = params.get("lane"), {getattr(item, "originalname", None), params.get("name")}
+    if module not in OVER_EACH_LANE or lane not in ("shared-memory", nodes.PROCESS):
         return False
-    if not OF_NO_LANE.isdisjoint((getattr(item, "originalname", None), params.get("name"))):
+    if lane == nodes.PROCESS and (names | {module}) & NOT_IN_A_PROCESS:
+        return True
+    if has_time:
+        return False
+    if names & OF_NO_LANE or (lane == nodes.PROCESS and not names & ALWAYS_IN_A_PROCESS):
         return True
     loop = params.get("anyio_backend")
     case = item.nodeid.replace(f"{loop}", "", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -28,12 +29,17 @@ from tensor_bridge import (
 from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.wire import ReadOpen
 from transport import Connection, Endpoint, EndpointConfig, PeerAddress, Stream
+from transport.process import ProcessEngine
 
 __all__ = ["LANES", "Node", "eventually", "linked", "node", "preferred", "together"]
+
+PROCESS = "process"
+"""The way of moving everything in which QUIC is it, and a process of each node's own moves that."""
 
 LANES = {
     "quic": LaneConfig(shared_memory=False),
     "shared-memory": LaneConfig(shared_from=1),
+    PROCESS: LaneConfig(shared_memory=False),
 }
 """How nodes are made to move everything by one lane, by its name."""
 
@@ -85,7 +91,12 @@ class Node:
 
     def fall_silent(self) -> None:
         """Send nothing any more, as a host that was unplugged."""
-        self.endpoint._driver._send = lambda data, address: None  # type: ignore[method-assign]
+        engine = self.endpoint._engine
+        if isinstance(engine, ProcessEngine):
+            assert engine._child is not None
+            os.kill(engine._child.pid, signal.SIGSTOP)  # ended by force when the node is closed
+        else:
+            engine.driver._send = lambda data, address: None  # type: ignore[attr-defined]
 
     async def connection(self, peer: Node) -> Connection:
         return await self.endpoint.connect(peer.address)
@@ -130,7 +141,8 @@ async def node(
 ) -> AsyncIterator[Node]:
     """A node that lives for the block; `settings` are of its endpoint."""
     authorizer = authorizer or allow_any()
-    settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | settings
+    placed = {"placement": "process" if preferred == PROCESS else "loop"}
+    settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | placed | settings
     config = EndpointConfig(**settings)
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(

@@ -168,7 +168,7 @@ async def test_a_copy_goes_on_though_the_source_believes_in_the_old_link() -> No
         ref = client.has(a, tensor)
 
         def cut_unheard() -> None:
-            driver = b.endpoint._driver
+            driver = b.endpoint._engine.driver
             send, driver._send = driver._send, lambda data, address: None  # type: ignore[method-assign]
             cut(b, a)()
             driver._send = send  # type: ignore[method-assign]

@@ -27,11 +27,14 @@ from tests.programs import Program
 from transport import Connection, Endpoint, EndpointConfig, EndpointEvent, Incoming, PeerAddress
 from transport.cbor import CborValue
 
+placement: str | None = None
+"""Where the packets of endpoints are moved: a test sets it to have all of its own moved there."""
+
 REPOSITORY = Path(__file__).parents[2]
 
 
 def config(**settings: Any) -> EndpointConfig:
-    return EndpointConfig(**{"bind": "127.0.0.1:0", **settings})
+    return EndpointConfig(**{"bind": "127.0.0.1:0", "placement": placement, **settings})
 
 
 @asynccontextmanager
@@ -85,10 +88,10 @@ def is_idle(node: Endpoint) -> bool:
         or node._pool._open
         or node._pool._hellos
         or node._dialer._flights
-        or node._demux.connections
-        or node._demux.half_open
-        or node._driver._pumping
-        or node._driver._due
+        or node._engine.demux.connections
+        or node._engine.demux.half_open
+        or node._engine.driver._pumping
+        or node._engine.driver._due
     )
 
 

@@ -388,7 +388,7 @@ async def a_whole_endpoint(w: Wires) -> AsyncIterator[Operation]:
 
     yield run
     for node in nodes:
-        assert node._driver.socket.raw.fileno() == -1, "the socket is open"
+        assert node._socket.raw.fileno() == -1, "the socket is open"
     _abort_all(w.other)
 
 
@@ -460,7 +460,7 @@ async def test_many_cancelled_calls_leave_memory_flat() -> None:
         for _ in range(200):
             with anyio.move_on_after(0.001):
                 await w.connection.call("hang")
-        assert len(w.dialer._driver._heap) < 1000
+        assert len(w.dialer._engine.driver._heap) < 1000
 
 
 @pytest.mark.parametrize("held_up", [False, True])

@@ -170,7 +170,7 @@ def test_every_code_says_why(code: AppCode) -> None:
     error = error_of_code(code, "a stream", peer="them", stage="receive")
     assert error.why
     assert error.stage == "receive"
-    assert type(error) is ConnectionClosed or code_of(error) is code
+    assert type(error) in (ConnectionClosed, PeerLost) or code_of(error) is code
 
 
 def test_a_code_unknown_here_is_a_reset_that_shows_it() -> None:
@@ -195,6 +195,7 @@ def test_codes_are_what_they_were() -> None:
         "SUPERSEDED": 10,
         "IDENTITY_IN_USE": 11,
         "IDLE": 12,
+        "GONE": 13,
     }
 
 

@@ -227,7 +227,7 @@ async def test_where_something_else_answers_no_firewall_is_blamed() -> None:
 async def test_a_firewall_of_this_host_is_named() -> None:
     with silent() as address:
         async with endpoint() as dialer:
-            sock = dialer._driver.socket
+            sock = dialer._socket
 
             def refuse(data: bytes, target: SocketAddress) -> bool:
                 sock._note(target, PermissionError(errno.EPERM, "Operation not permitted"))
@@ -499,8 +499,8 @@ async def test_a_peer_that_restarted_dials_us_and_is_taken_for_its_former_self()
             old = await ghost.connect(at(listener))
             back = listener.connection(ghost.node_id)
             # It vanishes without a word: its socket is deaf and mute from now on.
-            ghost._driver.socket.receive = lambda limit: []  # type: ignore[method-assign]
-            ghost._driver.socket.send = lambda data, address: True  # type: ignore[method-assign]
+            ghost._socket.receive = lambda limit: []  # type: ignore[method-assign]
+            ghost._socket.send = lambda data, address: True  # type: ignore[method-assign]
             async with Endpoint(key, allow_any(), config(linger=0.1)) as reborn:
                 began = time.monotonic()
                 connection = await reborn.connect(at(listener))
@@ -525,10 +525,10 @@ async def test_a_peer_that_lost_the_connection_unheard_gets_another() -> None:
     async with endpoint() as listener, endpoint() as dialer:
         old = await dialer.connect(at(listener))
         # The dialer forgets the connection without a word that the listener could hear.
-        send, dialer._driver.socket.send = dialer._driver.socket.send, lambda data, address: True  # type: ignore[method-assign]
+        send, dialer._socket.send = dialer._socket.send, lambda data, address: True  # type: ignore[method-assign]
         old.abort()
-        dialer._driver.socket.send = send  # type: ignore[method-assign]
-        dialer._demux.remove(old.core)
+        dialer._socket.send = send  # type: ignore[method-assign]
+        dialer._engine.demux.remove(old.core)
         began = time.monotonic()
         new = await dialer.connect(at(listener))
         assert time.monotonic() - began < 2.5

@@ -239,7 +239,7 @@ async def test_nothing_stays_in_the_tables_when_a_peer_leaves() -> None:
                 await connection.call("echo", 1)
                 await connection.open_stream("echo")
         await eventually(lambda: is_idle(listener))
-        assert len(listener._driver._heap) < 100
+        assert len(listener._engine.driver._heap) < 100
 
 
 # -- grants that end

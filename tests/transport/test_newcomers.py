@@ -164,7 +164,7 @@ async def test_a_refused_address_gets_no_answer_and_makes_no_state() -> None:
         endpoint(newcomers=NewcomerRules(deny=("127.0.0.1/32",))) as node,
         endpoint() as dialer,
     ):
-        make = node._demux._make_listener
+        make = node._engine.demux._make_listener
 
         def counted(*arguments: object) -> object:
             nonlocal made
@@ -172,7 +172,7 @@ async def test_a_refused_address_gets_no_answer_and_makes_no_state() -> None:
             assert make is not None
             return make(*arguments)  # type: ignore[arg-type]
 
-        node._demux._make_listener = counted  # type: ignore[assignment]
+        node._engine.demux._make_listener = counted  # type: ignore[assignment]
         with pytest.raises(ConnectTimeout):
             await dialer.connect(at(node), timeout=0.5)
         assert node.drops["address not allowed"] >= 1

@@ -32,7 +32,7 @@ async def test_a_call_is_one_datagram_each_way_and_seldom_another(
         await connection.call("echo", b"warm")
         counts = {}
         for node in (dialer, listener):
-            counts[node] = _count(node._driver.socket, monkeypatch)
+            counts[node] = _count(node._socket, monkeypatch)
         for number in range(100):
             assert await connection.call("echo", number) == number
         for count in counts.values():

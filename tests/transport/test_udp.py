@@ -385,7 +385,7 @@ async def test_small_buffers_are_logged_once_and_stay_to_be_seen(
 @pytest.mark.anyio
 async def test_datagrams_wait_in_order_while_the_socket_is_full() -> None:
     async with pair() as (dialer, _, connection):
-        sock = dialer._driver.socket
+        sock = dialer._socket
         send: Callable[..., int] = sock.send_batch
         refused: list[bytes] = []
         full = True
@@ -399,11 +399,11 @@ async def test_datagrams_wait_in_order_while_the_socket_is_full() -> None:
         sock.send_batch = limited  # type: ignore[method-assign]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(connection.call, "echo", bytes(20_000))
-            await eventually(lambda: dialer._driver._backlog)
+            await eventually(lambda: dialer._engine.driver._backlog)
             await anyio.sleep(0.05)
             assert refused
             full = False
-        assert not dialer._driver._backlog
+        assert not dialer._engine.driver._backlog
         assert await connection.call("echo", 1) == 1
 
 
@@ -415,7 +415,7 @@ async def test_the_backlog_is_bounded() -> None:
 
     async with pair(linger=0.1) as (dialer, listener, connection):
         listener.register_service("sink", sink, scope="x")
-        driver = dialer._driver
+        driver = dialer._engine.driver
         driver.socket.send_batch = lambda *_: 0  # type: ignore[method-assign]
         for number in range(3000):
             driver._send(Transmit(bytes([number % 256]), 1, ("127.0.0.1", 9)))

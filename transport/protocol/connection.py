@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from aioquic.quic import events as quic_events
 
-from auth import NodeId
+from auth import IdentityError, MeshError, NodeId, SocketAddress
 from transport.protocol.aioquic_adapter import AdaptedConnection
 from transport.protocol.batch import SendPart, Transmit
 from transport.protocol.events import (
@@ -78,6 +78,34 @@ class ConnectionCore:
         self._close_provoked = 0
         self._resend_close = False
         self._wrote = False
+
+    # -- facts
+
+    @property
+    def rtt(self) -> float | None:
+        """Smoothed round-trip time in seconds, once measured."""
+        return self.quic.rtt
+
+    @property
+    def datagram_size(self) -> int:
+        """UDP payload of a full packet, in bytes: what the path is known to carry."""
+        return self.quic.datagram_size
+
+    @property
+    def remote_address(self) -> SocketAddress | None:
+        """Where datagrams go now; None before the first."""
+        address = self.quic.get_peer_address()
+        return None if address is None else (address[0], address[1])
+
+    @property
+    def peer_error(self) -> IdentityError | None:
+        """Why the peer's certificate was refused, if it was."""
+        return self.quic.peer_error
+
+    @property
+    def failure(self) -> MeshError | None:
+        """Nothing but its two sides ends this connection."""
+        return None
 
     # -- bytes and time
 

@@ -300,7 +300,7 @@ def test_a_node_that_vanishes_is_named_by_all(cluster) -> None:
         if rank == 2:
             time.sleep(0.2)
             # As if its host were unplugged.
-            cluster.nodes[2].endpoint._driver.socket.send = lambda *_: True
+            cluster.nodes[2].endpoint._socket.send = lambda *_: True
             return
         groups[rank].allreduce([torch.ones(10)]).wait()
 

@@ -36,12 +36,14 @@ class ReceivePart(QuicStreamReceiver):
         buffered: bytes that came in order and were not taken, posted memory aside.
         target_start, target_stop: the offsets between which memory is posted; equal: none is.
         landed: bytes that came in order into posted memory and were not yet credited to the peer.
+        held: bytes that were taken to be handed on, and that the application has not taken yet.
     """
 
     def __init__(self, stream_id: int) -> None:
         super().__init__(stream_id=stream_id, readable=True)
         self.buffered = 0
         self.landed = 0
+        self.held = 0
         self.target_start = self.target_stop = 0
         self.target: memoryview | None = None
         self.is_whole = False
@@ -68,12 +70,17 @@ class ReceivePart(QuicStreamReceiver):
     @property
     def consumed(self) -> int:
         """Bytes that the application has taken, or that came into memory of its own."""
-        return self._buffer_start - self.buffered - self._dropped
+        return self._buffer_start - self.buffered - self._dropped - self.held
 
     @property
     def posted(self) -> int:
         """Bytes of posted memory that are still to be filled."""
         return max(0, self.target_stop - self._buffer_start)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether posted memory was taken back half full, so that bytes are only counted."""
+        return self._is_torn
 
     @property
     def gaps(self) -> int:

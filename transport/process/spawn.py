@@ -1,0 +1,130 @@
+"""Starts the endpoint process, knows when it has ended and why, and ends it.
+
+It is in a process group of its own, so that what a terminal or a supervisor sends to the program's
+does not end it before the program has said goodbye. Nothing of it has a name: it inherits its
+socket to the program, the endpoint's own socket and the shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+
+from transport.errors import EndpointLost
+
+__all__ = ["Child", "spawn"]
+
+_BEGIN = """
+import sys
+root, path = sys.argv[1], sys.path
+others = [at for at, name in enumerate(path) if name.endswith(("site-packages", "dist-packages"))]
+path.insert(others[0] if others else len(path), root)
+from transport.process.__main__ import main
+main(sys.argv[2:])
+"""
+"""``python -m transport.process``, of this very installation, whatever else has its packages' names
+where the program was started, and behind the interpreter's own library."""
+
+POLL_SECONDS = 0.01
+"""How often to look whether it has ended, where the system can't tell."""
+
+
+class Child:
+    """A running endpoint process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self._watch: int | None = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._watch = os.pidfd_open(process.pid)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    async def ended(self) -> None:
+        """Wait until it has ended."""
+        if self._watch is not None:
+            await anyio.wait_readable(self._watch)
+        while not self.has_ended:  # noqa: ASYNC110 - the system may have no event for it
+            await anyio.sleep(POLL_SECONDS)
+
+    def cause(self) -> str:
+        """How it has ended, for an error."""
+        code = self._process.poll()
+        if code is None:
+            return "it says nothing any more"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"it was killed by {signal.Signals(-code).name}"
+            return f"it was killed by signal {-code}"
+        return f"it has ended by itself, with exit status {code}"
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def reap(self) -> None:
+        """Leave nothing of it behind. It must have ended, or been killed."""
+        self._process.wait()
+        if self._watch is not None:
+            os.close(self._watch)
+            self._watch = None
+
+    def forget(self) -> None:
+        """In a process that was forked from its parent: it is nobody's child here."""
+        self._process.returncode = 0
+        if self._watch is not None:
+            os.close(self._watch)
+            self._watch = None
+
+
+def spawn(endpoint: socket.socket, memory: int | None) -> tuple[Child, socket.socket]:
+    """Start an endpoint process; return it and the socket to it.
+
+    Args:
+        endpoint: the bound UDP socket.
+        memory: a descriptor of the shared memory, if there is any.
+
+    Raises:
+        EndpointLost: it can't be started here.
+    """
+    if sys.platform != "linux":
+        raise _not_started("this system has not what it takes", 'Use placement="loop".')
+    if not sys.executable:
+        raise _not_started("this interpreter does not know its own path", 'Use placement="loop".')
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    passed = [theirs.fileno(), endpoint.fileno(), *([] if memory is None else [memory])]
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-P", "-c", _BEGIN, root, str(os.getpid()), *map(str, passed)]
+    try:
+        process = subprocess.Popen(  # noqa: S603 - of our own making
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=passed,
+            process_group=0,
+        )
+    except OSError as error:
+        ours.close()
+        raise _not_started(str(error), "Is the interpreter still where it was?") from error
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return Child(process), ours
+
+
+def _not_started(why: str, fix: str) -> EndpointLost:
+    return EndpointLost("starting the endpoint process", why=why, fix=fix)
