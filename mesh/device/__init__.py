@@ -24,3 +24,74 @@ A peer offers devices by name (``mesh up --device cpu``), to programs that are g
 """
 
 from __future__ import annotations
+
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+from mesh._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mesh.device.api import (
+        DeviceInfo,
+        close,
+        describe,
+        device_async,
+        devices,
+        devices_async,
+        read,
+        synchronize,
+        synchronize_async,
+    )
+    from mesh.device.server.service import DeviceLimits, DeviceService
+
+__all__ = [
+    # on the program's side; the module itself, called, is `mesh.device.api.device`
+    "DeviceInfo",
+    "close",
+    "describe",
+    "device_async",
+    "devices",
+    "devices_async",
+    "read",
+    "synchronize",
+    "synchronize_async",
+    # on the peer's side
+    "DeviceLimits",
+    "DeviceService",
+]
+
+
+class _Callable(types.ModuleType):
+    """This module, which is the function to open a device as well: ``mesh.device(ticket)``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from mesh.device.api import device
+
+        return device(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
+
+if not TYPE_CHECKING:  # Whoever offers no devices, and uses none, does not wait for torch.
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            **dict.fromkeys(
+                (
+                    "DeviceInfo",
+                    "close",
+                    "describe",
+                    "device_async",
+                    "devices",
+                    "devices_async",
+                    "read",
+                    "synchronize",
+                    "synchronize_async",
+                ),
+                "mesh.device.api",
+            ),
+            "DeviceLimits": "mesh.device.server.service",
+            "DeviceService": "mesh.device.server.service",
+        },
+    )

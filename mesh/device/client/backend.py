@@ -17,12 +17,12 @@ from mesh.device import wire
 from mesh.device.client import autocast, patches, special
 from mesh.device.client.entries import Entry, operator_name
 from mesh.device.client.kernels import emit, fast_kernel
-from mesh.device.client.session import forked
+from mesh.device.client.session import Request, forked
 from mesh.device.client.tensors import BACKEND, Device, device_of, devices, handle_of
 from mesh.device.errors import DeviceError, UnsupportedOnDevice
 from mesh.device.ops import allows
 
-__all__ = ["register", "synchronize"]
+__all__ = ["ask_wait", "register", "synchronize"]
 
 aten = torch.ops.aten
 
@@ -74,9 +74,13 @@ def synchronize(device: Device) -> None:
     Raises:
         MeshError: the session is lost. What an operation has failed with is told to who reads.
     """
+    device.session.result(ask_wait(device))
+
+
+def ask_wait(device: Device) -> Request:
+    """Ask for a word once the peer has done everything that was sent before."""
     entry = _own_entry(device, wire.WAIT)
-    session = device.session
-    session.result(session.ask(entry.number, entry.layout, (), "synchronization of a device"))
+    return device.session.ask(entry.number, entry.layout, (), "synchronization of a device")
 
 
 class _Hook(torch._C._acc.PrivateUse1Hooks):

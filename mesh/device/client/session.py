@@ -178,8 +178,13 @@ class Session:
             return False
         try:
             while batch := self._next_batch():
-                if not carrier.send(batch, wait=wait):
-                    self.queue.appendleft(batch)
+                taken = False
+                try:
+                    taken = carrier.send(batch, wait=wait)
+                finally:
+                    if not taken:  # what is interrupted is sent later
+                        self.queue.appendleft(batch)
+                if not taken:
                     return False
             self.limit = BATCH
             return True
