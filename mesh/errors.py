@@ -39,6 +39,11 @@ command when the error ends it.
     │   ├── RankFailed               1  an operation raised on another rank
     │   └── GroupAborted             1  the group was aborted, here or on another rank
     ├── UnsupportedCollective        2  a type, layout, device or reduction that can't be done
+    ├── DeviceError                  1  a device of a peer, or a tensor on it
+    │   ├── OperationFailed          1  an operation failed there; raised where its result is read
+    │   ├── SessionLost              3  the peer no longer has this program's tensors
+    │   ├── DeviceBusy               1  more is queued than may be, and this thread can't wait
+    │   └── UnsupportedOnDevice      2  what remote devices can't do
     └── NodeError                    1  a node can't do what was asked of it
         ├── HomeError                1  the state directory can't be used
         ├── NotRunning               3  no daemon runs in this home
@@ -69,6 +74,13 @@ if TYPE_CHECKING:
         RankLeft,
         RankLost,
         UnsupportedCollective,
+    )
+    from mesh.device.errors import (
+        DeviceBusy,
+        DeviceError,
+        OperationFailed,
+        SessionLost,
+        UnsupportedOnDevice,
     )
     from tensor_bridge.errors import (
         NoSuchTensor,
@@ -107,6 +119,8 @@ __all__ = [
     "ConnectTimeout",
     "ConnectionClosed",
     "DeadlineExceeded",
+    "DeviceBusy",
+    "DeviceError",
     "GroupAborted",
     "HomeError",
     "IdentityError",
@@ -117,6 +131,7 @@ __all__ = [
     "NoSuchTensor",
     "NodeError",
     "NotRunning",
+    "OperationFailed",
     "PeerLost",
     "ProtocolError",
     "QuotaExceeded",
@@ -125,6 +140,7 @@ __all__ = [
     "RankLost",
     "RemoteError",
     "ServiceUnknown",
+    "SessionLost",
     "StreamReset",
     "Superseded",
     "TensorChanged",
@@ -135,6 +151,7 @@ __all__ = [
     "UnknownPeer",
     "Unreachable",
     "UnsupportedCollective",
+    "UnsupportedOnDevice",
     "UnsupportedTensor",
 ]
 
@@ -212,6 +229,16 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
                     "UnsupportedCollective",
                 ),
                 "mesh.collective.errors",
+            ),
+            **dict.fromkeys(
+                (
+                    "DeviceBusy",
+                    "DeviceError",
+                    "OperationFailed",
+                    "SessionLost",
+                    "UnsupportedOnDevice",
+                ),
+                "mesh.device.errors",
             ),
         },
     )

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import anyio
 
@@ -63,6 +63,13 @@ POLL_SECONDS = 1.0
 """How often the file of authorized keys is looked at: a removed peer is cut off within this."""
 
 
+class Offer(Protocol):
+    """A service that holds something for peers."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return how full its tables are."""
+
+
 class Node:
     """One node: a key, a policy, an endpoint. Open it with ``async with``, on asyncio or trio.
 
@@ -103,6 +110,7 @@ class Node:
         self._config = config or EndpointConfig()
         self._tensors = _load_tensors() if tensors else None
         self._lanes: Lanes | None = None
+        self._offers: list[Offer] = []
         self._shared_memory = shared_memory
         self._join = tuple(join)
         self._returns = Returns()
@@ -440,7 +448,13 @@ class Node:
         sizes = {"connections": len(self.endpoint.connections)}
         if self._tensors is not None:
             sizes |= self._tensors.sizes()
+        for offer in self._offers:
+            sizes |= offer.sizes()
         return sizes
+
+    def offer(self, service: Offer) -> None:
+        """Count what `service`, offered on this node's endpoint, holds among the node's tables."""
+        self._offers.append(service)
 
     async def _dial(
         self, where: PeerAddress, invite: bytes, timeout: float | None, *, once: bool = False

@@ -18,7 +18,7 @@ from mesh.device.client import backend
 from mesh.device.client import tensors as known
 from mesh.device.client.carrier import StreamCarrier
 from mesh.device.client.session import Session
-from mesh.device.client.special import ask_read, finish_read
+from mesh.device.client.special import ask_elements, finish_elements
 from mesh.device.client.tensors import BACKEND, MAX_DEVICES, Device, device_of
 from mesh.device.errors import DeviceError
 from tensor_bridge.fields import Fields
@@ -206,9 +206,9 @@ async def read(tensor: torch.Tensor) -> torch.Tensor:
         OperationFailed: an operation that it was made by has failed at the peer.
         SessionLost: the peer does not have it any more.
     """
-    request, target = ask_read(tensor)
+    request, target = ask_elements(tensor)
     await _answered(request.future)
-    return finish_read(tensor, target)
+    return finish_elements(tensor, target)
 
 
 def close(device: torch.device | str) -> None:

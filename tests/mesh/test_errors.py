@@ -10,7 +10,7 @@ import pytest
 import mesh.errors
 from auth import MeshError
 
-PACKAGES = ("auth", "transport", "tensor_bridge", "mesh.collective", "mesh")
+PACKAGES = ("auth", "transport", "tensor_bridge", "mesh.collective", "mesh.device", "mesh")
 LINE = re.compile(r"^    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(  \S.*)?$")
 WIDTH = len("├── ")
 

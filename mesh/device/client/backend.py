@@ -212,7 +212,10 @@ def _register_kernels(library: Any) -> None:
     for operator in _operators():
         name = operator_name(operator).removeprefix("aten::")
         if name not in done:
-            library.impl(name, fast_kernel(operator), "PrivateUse1")
+            kernel = fast_kernel(operator)
+            if _sees_bits(f"aten::{name}"):
+                kernel = special.resolving(operator, kernel)
+            library.impl(name, kernel, "PrivateUse1")
 
 
 def _operators() -> Iterable[Any]:
@@ -226,6 +229,12 @@ def _operators() -> Iterable[Any]:
         operator = getattr(getattr(aten, base), overload or "default", None)
         if operator is not None and torch._C._dispatch_has_kernel(name):
             yield operator
+
+
+def _sees_bits(name: str) -> bool:
+    """Return whether torch leaves conjugate and negative bits to an operator's kernels."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "Conjugate") or has(name, "Negative")
 
 
 def _on_meta(operator: Any) -> Callable[..., Any]:

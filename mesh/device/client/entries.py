@@ -248,7 +248,11 @@ def number_codes(argument: Any, base: str) -> str:
         default, as ``alpha`` has: an integer there is nearly always that. Else ``"dq"``.
     """
     kind = str(argument.type)
-    if base in VALUE_SHAPED or not ("number" in kind or "float" in kind):
+    if base in VALUE_SHAPED:
+        return ""
+    if "Tensor" in kind:  # `x + 2.5`: torch hands over the number
+        return "dq"
+    if not ("number" in kind or "float" in kind):
         return ""
     return "d" if argument.has_default_value() else "dq"
 

@@ -21,10 +21,19 @@ from mesh.device.client.tensors import (
     is_mesh,
     set_meta,
 )
+from mesh.device.errors import UnsupportedOnDevice
 from tensor_bridge import tensor_bytes
 from tensor_bridge.codec import memory_order
 
-__all__ = ["KERNELS", "LOCAL", "ask_read", "empty", "finish_read", "read"]
+__all__ = [
+    "KERNELS",
+    "LOCAL",
+    "ask_elements",
+    "elements",
+    "empty",
+    "finish_elements",
+    "resolving",
+]
 
 aten = torch.ops.aten
 
@@ -66,7 +75,7 @@ def empty(
     return tensor
 
 
-def read(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+def elements(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
     """Wait for the elements of a tensor on a mesh device; return them in a CPU tensor.
 
     Args:
@@ -76,12 +85,12 @@ def read(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor
     Raises:
         MeshError: an operation that it was made by has failed, or the session is lost.
     """
-    request, target = ask_read(tensor, into)
+    request, target = ask_elements(tensor, into)
     handle_of(tensor).device.session.result(request)
-    return finish_read(tensor, target)
+    return finish_elements(tensor, target)
 
 
-def ask_read(
+def ask_elements(
     tensor: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[Request, torch.Tensor]:
     """Ask for the elements of a tensor; return the request and the tensor that they land in."""
@@ -101,11 +110,52 @@ def ask_read(
     return request, into
 
 
-def finish_read(tensor: torch.Tensor, landed: torch.Tensor) -> torch.Tensor:
+def finish_elements(tensor: torch.Tensor, landed: torch.Tensor) -> torch.Tensor:
     """Return what has landed as the elements of `tensor`, whose bits may stand for others."""
     if tensor.is_conj():
         landed = landed.conj_physical()
     return -landed if tensor.is_neg() else landed
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bits are its elements, with no conjugate or negative bit beside."""
+    if not is_mesh(tensor):
+        return tensor.resolve_conj().resolve_neg()
+    if tensor.is_conj():
+        tensor = torch.conj_physical(tensor.conj())
+    if tensor.is_neg():
+        tensor = -tensor._neg_view()
+    return tensor
+
+
+def resolving(operator: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `kernel` for an operator whose kernels see to conjugate and negative bits themselves.
+
+    torch's own do, and no peer knows of the bits.
+    """
+    written = operator._schema.arguments[0].alias_info
+    is_in_place = written is not None and written.is_write
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = args[0]
+        if is_in_place and (first.is_conj() or first.is_neg()):
+            raise UnsupportedOnDevice(
+                f"operation {operator._schema.name}",
+                why="it would write to a conjugate or negative view",
+                fix="Write to the tensor that it is a view of, or to a clone().",
+            )
+        return kernel(
+            *map(_all_resolved, args),
+            **{name: _all_resolved(value) for name, value in kwargs.items()},
+        )
+
+    return run
+
+
+def _all_resolved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return resolved(value) if value.is_conj() or value.is_neg() else value
+    return [_all_resolved(item) for item in value] if isinstance(value, list) else value
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -118,7 +168,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             source = -source
         _copy(plain, source)
         return target
-    source = source.resolve_conj().resolve_neg()
+    source = resolved(source)
     if not is_mesh(target):
         _download(target, source)
     elif not is_mesh(source):
@@ -139,7 +189,7 @@ def _download(target: torch.Tensor, source: torch.Tensor) -> None:
         and target.device.type == "cpu"
         and not target.requires_grad
     )
-    landed = read(source, target.detach() if direct else None)
+    landed = elements(source, target.detach() if direct else None)
     if not direct:
         target.copy_(landed)
 
@@ -180,7 +230,7 @@ def _moved(source: torch.Tensor, device: Device) -> torch.Tensor:
     """Return a copy of `source` on another mesh device."""
     there = handle_of(source).device
     if there.session is not device.session:
-        staged = read(source)
+        staged = elements(source)
         strides = dense_strides(staged.shape)
         nbytes = staged.numel() * staged.dtype.itemsize
         moved = empty(device, tuple(staged.shape), strides, staged.dtype, nbytes)
@@ -256,7 +306,7 @@ def _resize(
 
 
 def _item(tensor: torch.Tensor) -> Any:
-    return read(tensor).item()
+    return elements(tensor).item()
 
 
 def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
