@@ -19,6 +19,7 @@ from mesh.device.client.tensors import (
     handle_of,
     is_mesh,
     new_tensor,
+    wrapper_arguments,
 )
 from mesh.device.errors import DeviceError, UnsupportedOnDevice
 from mesh.device.ops import VALUE_SHAPED
@@ -48,8 +49,9 @@ class Entry:
         number: of the template in its session.
         pack: packs a whole message.
         outputs: what it makes; None if it has to be asked.
-        returned: what the call returns: of `_RETURNS_ONE` the one new tensor, of a number that
-            argument, else what a function makes of new tensors and arguments.
+        one: for a call that returns the one new tensor: what that is made with.
+        returned: else, what the call returns: of a number that argument, or what a function makes
+            of new tensors and arguments.
     """
 
     __slots__ = (
@@ -85,11 +87,8 @@ class Entry:
         if template.outputs is not None and len(template.outputs) == 1 and returned is None:
             made = template.outputs[0]
             geometry = made.geometry
-            self.one = (
-                torch.Size(geometry.shape),
-                geometry.strides,
-                geometry.dtype,
-                made.nbytes,
+            self.one = wrapper_arguments(
+                device, torch.Size(geometry.shape), geometry.strides, geometry.dtype, made.nbytes
             )
 
     def ask(self, ids: Sequence[int], numbers: Sequence[float]) -> Any:

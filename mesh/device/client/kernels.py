@@ -27,7 +27,7 @@ from mesh.device.client.entries import (
     wrapped_number,
 )
 from mesh.device.client.session import ORIGINS
-from mesh.device.client.tensors import Device, Handle, device_of, is_mesh, new_tensor
+from mesh.device.client.tensors import PRIVATE, Device, Handle, device_of, is_mesh, new_tensor
 from mesh.device.errors import UnsupportedOnDevice
 from mesh.device.ops import VALUE_SHAPED
 from mesh.device.wire import RUN_KIND
@@ -44,7 +44,8 @@ _INDEXING = frozenset(
 )
 """Operators whose indices may be on the CPU, as on every device of torch's own."""
 
-_set_multithreading = torch._C._set_multithreading_enabled
+_make = torch.Tensor._make_wrapper_subclass
+_alias = torch.ops.aten.alias.default._handle.redispatch_boxed
 _getframe = sys._getframe
 
 
@@ -228,15 +229,12 @@ def emit(
     kwargs: dict[str, Any],
 ) -> Any:
     """Send an operation; return what its call returns."""
-    # With a device guard in Python torch has a thread for the first device's backward pass alone;
-    # without threads the one that called runs it all. The setting is of each thread.
-    _set_multithreading(False)
     device, session = entry.device, entry.session
     one = entry.one
     if one is not None:
         number = device.next_id()
-        shape, strides, dtype, nbytes = one
-        result: Any = new_tensor(device, number, shape, strides, dtype, nbytes)
+        result: Any = _alias(PRIVATE, _make(*one))
+        result.untyped_storage()._mesh = Handle(device, number)
         message = entry.pack(RUN_KIND, entry.number, *ids, number, *numbers)
     else:
         outputs = entry.outputs

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from mesh.device.client.tensors import BACKEND, geometry_of, handle_of, is_mesh, tensor_over
+from mesh.device.client.tensors import (
+    BACKEND,
+    devices,
+    geometry_of,
+    handle_of,
+    is_mesh,
+    tensor_over,
+)
 from mesh.device.errors import UnsupportedOnDevice
 from mesh.device.wire import Geometry
 
@@ -29,6 +36,7 @@ def patch() -> None:
     _patch_data_ptr(storage)
     _patch_deepcopy(tensor)
     _patch_dlpack(tensor)
+    _patch_backward()
 
 
 def _patch_new(storage: Any) -> None:
@@ -111,6 +119,26 @@ def _without_dlpack(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return export
+
+
+def _patch_backward() -> None:
+    """Have backward passes run on the thread that calls them.
+
+    With a device guard in Python, torch has a thread for the backward pass of the first device
+    alone; without threads the one that called runs it all.
+    """
+    module: Any = torch.autograd.graph
+    original = module._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not devices:
+            return original(*args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):
+            return original(*args, **kwargs)
+
+    places: tuple[Any, ...] = (module, torch.autograd)
+    for place in places:
+        place._engine_run_backward = run
 
 
 def _bytes(storage: Any) -> torch.Tensor:

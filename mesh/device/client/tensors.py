@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,7 @@ __all__ = [
     "is_mesh",
     "new_tensor",
     "tensor_over",
+    "wrapper_arguments",
 ]
 
 BACKEND = "mesh"
@@ -49,14 +50,18 @@ _alias = torch.ops.aten.alias.default._handle.redispatch_boxed
 _strided = torch.strided
 
 
-class Handle:
-    """A storage at a peer. Letting go of it tells the peer, with what is sent next."""
+class _Place(NamedTuple):
+    device: Device
+    id: int
 
-    __slots__ = ("device", "id")
 
-    def __init__(self, device: Device, number: int) -> None:
-        self.device = device
-        self.id = number
+class Handle(_Place):
+    """A storage at a peer. Letting go of it tells the peer, with what is sent next.
+
+    A tuple, because one is made with each operation, and tuples are made in C.
+    """
+
+    __slots__ = ()
 
     def __del__(self) -> None:
         # Called anywhere, by the garbage collector too: one append, and no lock.
@@ -125,14 +130,26 @@ def new_tensor(
     nbytes: int,
 ) -> torch.Tensor:
     """Return a plain tensor over a new storage of `nbytes`, whose handle is `number`."""
-    # By position: keywords cost as much as all the rest.
-    wrapper = _make(
-        _Wrapper, shape, strides, None, None, dtype, _strided, device.torch_device,
-        False, False, None, False, False, None, nbytes,
-    )  # fmt: skip
-    tensor: torch.Tensor = _alias(PRIVATE, wrapper)
+    tensor: torch.Tensor = _alias(
+        PRIVATE, _make(*wrapper_arguments(device, shape, strides, dtype, nbytes))
+    )
     tensor.untyped_storage()._mesh = Handle(device, number)  # type: ignore[attr-defined]
     return tensor
+
+
+def wrapper_arguments(
+    device: Device,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    nbytes: int,
+) -> tuple[Any, ...]:
+    """Return what the wrapper of a tensor is made with before it is made plain.
+
+    By position, for ``torch.Tensor._make_wrapper_subclass``: keywords cost as much as all the rest.
+    """
+    options = (None, None, dtype, _strided, device.torch_device)
+    return (_Wrapper, shape, strides, *options, False, False, None, False, False, None, nbytes)
 
 
 def tensor_over(
