@@ -16,10 +16,10 @@ from mesh import blocking
 from mesh.device import wire
 from mesh.device.client import backend
 from mesh.device.client import tensors as known
-from mesh.device.client.carrier import StreamCarrier
+from mesh.device.client.carrier import TICK, StreamCarrier
 from mesh.device.client.session import Session
 from mesh.device.client.special import ask_elements, finish_elements
-from mesh.device.client.tensors import BACKEND, MAX_DEVICES, Device, device_of
+from mesh.device.client.tensors import BACKEND, MAX_DEVICES, Device, device_of, handle_of
 from mesh.device.errors import DeviceError
 from tensor_bridge.fields import Fields
 from transport import CborValue
@@ -196,6 +196,7 @@ def synchronize(device: torch.device | str) -> None:
 async def synchronize_async(device: torch.device | str) -> None:
     """Do the same in async code."""
     opened = device_of(torch.device(device))
+    await _room(opened.session)
     await _answered(backend.ask_wait(opened).future)
 
 
@@ -206,6 +207,7 @@ async def read(tensor: torch.Tensor) -> torch.Tensor:
         OperationFailed: an operation that it was made by has failed at the peer.
         SessionLost: the peer does not have it any more.
     """
+    await _room(handle_of(tensor).device.session)
     request, target = ask_elements(tensor)
     await _answered(request.future)
     return finish_elements(tensor, target)
@@ -278,6 +280,12 @@ def _info(facts: CborValue, label: str, node_id: NodeId, index: int) -> DeviceIn
     )
     fields.finish()
     return info
+
+
+async def _room(session: Session) -> None:
+    """Wait until what is queued is on its way."""
+    while not session.flush(wait=False):  # noqa: ASYNC110 - other threads fill and empty it
+        await anyio.sleep(TICK)
 
 
 async def _answered(future: Future[CborValue]) -> CborValue:

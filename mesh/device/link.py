@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
+from auth import MeshError
 from mesh.tasks import helpers
 from transport import ProtocolError, Stream, StreamReset
 
@@ -94,9 +95,21 @@ class Link:
         self._next = 0
         self._acknowledged = self.received
         stream.timeout = math.inf  # a program may compute, or think, for hours
+        failure: MeshError | None = None
         async with helpers() as tasks:
-            tasks.start_soon(self._write, stream)
+
+            async def write() -> None:
+                nonlocal failure
+                try:
+                    await self._write(stream)
+                except MeshError as error:
+                    failure = error
+                    tasks.cancel_scope.cancel()
+
+            tasks.start_soon(write)
             await self._read(stream)
+        if failure is not None:
+            raise failure
 
     async def _read(self, stream: Stream) -> None:
         while not self.is_ended:

@@ -34,7 +34,7 @@ _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
 def register() -> None:
-    """Register everything, once in a process; the first call takes a third of a second.
+    """Register everything, once in a process; the first call takes one or two seconds.
 
     Raises:
         DeviceError: another backend has torch's one place for such.
@@ -64,6 +64,7 @@ def register() -> None:
         everything.fallback(_refuse, "PrivateUse1")
         autocast.register(library, everything)
         patches.patch()
+        _load_inference()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=forked)
 
@@ -198,6 +199,12 @@ def _one(device: Any) -> Device:
 
 def _chosen(device: Any) -> list[Device]:
     return list(devices) if device is None else [_one(device)]
+
+
+def _load_inference() -> None:
+    """Have torch load what it infers shapes with: a second or two, not for a first operation."""
+    meta = torch.ones(2, device="meta")
+    torch.add(meta, 1, out=torch.empty(0, device="meta"))
 
 
 def _register_kernels(library: Any) -> None:

@@ -38,7 +38,7 @@ from transport import (
     Unreachable,
 )
 
-__all__ = ["StreamCarrier"]
+__all__ = ["TICK", "StreamCarrier"]
 
 MAX_QUEUED = 64
 """Batches handed over and not in the link's window yet; who hands over more waits."""
@@ -112,7 +112,8 @@ class StreamCarrier:
                         peer=self._session.label(),
                         why=f"{MAX_QUEUED} batches are queued, and this thread is the one that "
                         "sends them",
-                        fix="Await mesh.device.drained(device) now and then, or use a thread.",
+                        fix="Await mesh.device.synchronize_async(device) now and then, or "
+                        "compute in a thread.",
                     )
                 self._room.wait_for(
                     lambda: len(self._outbox) < MAX_QUEUED or self._session.error is not None
@@ -152,12 +153,16 @@ class StreamCarrier:
             AccessDenied, ServiceUnknown, LimitExceeded: the peer does not allow it.
             Unreachable, DeadlineExceeded: there is no way to it.
         """
-        connection = await self._connect()
-        stream = await connection.open_stream(wire.SERVICE, self._opening(new=True))
         try:
-            received = self._opened(await stream.reply())
+            connection = await self._connect()
+            stream = await connection.open_stream(wire.SERVICE, self._opening(new=True))
+            try:
+                received = self._opened(await stream.reply())
+            except BaseException:
+                stream.reset()
+                raise
         except BaseException:
-            stream.reset()
+            self._close_sockets()
             raise
         self._first = (stream, received)
 
@@ -175,13 +180,16 @@ class StreamCarrier:
             self._lose(DeviceError("use of a device", why=f"{type(error).__name__} in this node"))
         finally:
             self._lose(SessionLost("use of a device", why="its node was closed"))
-            self._wake.close()
-            self._waker.close()
+            self._close_sockets()
             self._ended.set()
 
     async def ended(self) -> None:
         """Wait until it carries nothing any more."""
         await self._ended.wait()
+
+    def _close_sockets(self) -> None:
+        self._wake.close()
+        self._waker.close()
 
     def _lose(self, error: MeshError) -> None:
         self._session.fail(error)

@@ -247,7 +247,10 @@ def main() -> None:
             _reap(orders, children)
         if orders not in ready:
             continue
-        part, new, _, _ = socket.recv_fds(orders, MAX_LINE, 4)
+        try:
+            part, new, _, _ = socket.recv_fds(orders, MAX_LINE, 4)
+        except ConnectionError:
+            break
         if not part:
             break
         descriptors += new
@@ -265,6 +268,7 @@ def main() -> None:
                 _be_executor(link, order, (orders, signals, wake))
             children[pid] = order["start"]
             link.close()
+    signal.set_wakeup_fd(-1)
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

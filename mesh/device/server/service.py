@@ -11,7 +11,7 @@ from typing import Self
 import anyio
 import torch
 
-from auth import NodeId, Quotas
+from auth import MeshError, NodeId, Quotas
 from mesh.device import wire
 from mesh.device.errors import DeviceError, SessionLost
 from mesh.device.server.executor import ExecutorLimits
@@ -21,10 +21,13 @@ from mesh.device.server.session import ServerSession
 from tensor_bridge.fields import Fields
 from transport import (
     CborValue,
+    ConnectionClosed,
+    DeadlineExceeded,
     Endpoint,
     EndpointEvent,
     Incoming,
     LimitExceeded,
+    PeerLost,
     PeerRevoked,
 )
 
@@ -142,8 +145,14 @@ class DeviceService:
         await request.stream.send_reply(
             {"received": session.link.received, "devices": list(self._facts)}
         )
-        async with request.stream:
-            await session.carry(request.stream, received)
+        try:
+            async with request.stream:
+                await session.carry(request.stream, received)
+        except (PeerLost, ConnectionClosed, DeadlineExceeded):
+            raise  # it may come back
+        except MeshError:
+            session.close()  # it has given the session up
+            raise
 
     async def _start(self, request: Incoming, key: tuple[NodeId, bytes]) -> ServerSession:
         owner = key[0]
