@@ -617,6 +617,8 @@ def _argument(value: CborValue, budget: list[int]) -> Argument:
     budget[0] -= 1
     if budget[0] < 0:
         raise _bad("a template has more arguments than can be")
+    if not isinstance(value, list) or not value or type(value[0]) is not int:  # False == 0
+        raise _bad("an argument is malformed")
     match value:
         case [0, (bool() | int() | float() | None) as plain]:
             return Literal(plain)
@@ -677,7 +679,9 @@ def _sizes(values: Sequence[CborValue]) -> tuple[int, ...]:
 def _output(value: CborValue) -> Output:
     match value:
         case [*geometry, int(nbytes), int(position)] if (
-            not isinstance(nbytes, bool) and 0 <= position < MAX_TENSORS
+            not isinstance(nbytes, bool)
+            and not isinstance(position, bool)
+            and 0 <= position < MAX_TENSORS
         ):
             made = _geometry(geometry)
             if made.offset == 0 and made.span <= nbytes <= MAX_BYTES:

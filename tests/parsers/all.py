@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.parsers import of_auth, of_mesh, of_tensor_bridge, of_transport
+from tests.parsers import of_auth, of_devices, of_mesh, of_tensor_bridge, of_transport
 from tests.parsers.parser import Parser
 
 __all__ = ["PARSERS"]
@@ -12,4 +12,5 @@ PARSERS: list[Parser] = [
     *of_transport.PARSERS,
     *of_tensor_bridge.PARSERS,
     *of_mesh.PARSERS,
+    *of_devices.PARSERS,
 ]

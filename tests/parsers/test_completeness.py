@@ -54,6 +54,7 @@ EXEMPT = {
     "auth.keys_file.parse_lines": "what parse_authorized_keys is made of",
     "auth.keys_file.read_keys_file": "bytes of a file of this machine, not looked at",
     "auth.shared_secret.SharedSecret.from_passphrase": "words of this machine's user",
+    "mesh.device.api.read": "asks a peer; what comes is read by mesh.device.wire.read_answer",
     "tensor_bridge.reading.read_into": "a client of the wire messages; raw bytes are not parsed",
     "transport.admission.Admission.receive_introduction": "reads a hello, by Hello.from_value",
     "transport.protocol.batch.sending.SendPart.read": "bytes of this node, on their way out",

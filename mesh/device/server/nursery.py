@@ -213,11 +213,14 @@ class Nursery:
             await self._close()
 
     async def _close(self) -> None:
-        self._close_socket()
+        if self._socket is not None:
+            anyio.notify_closing(self._socket)
+            self._socket.close()
         process, self._process = self._process, None
         if process is None:
             return
-        deadline = anyio.current_time() + CLOSE_SECONDS
+        # Without executors there is nobody whose end it would have to see to.
+        deadline = anyio.current_time() + (CLOSE_SECONDS if self._executors else 0.0)
         while process.poll() is None:
             if anyio.current_time() > deadline:
                 process.kill()
