@@ -52,7 +52,7 @@ from transport import (
 
 if TYPE_CHECKING:
     from mesh.tensors import Tensors
-    from tensor_bridge import Lanes, LaneStatus
+    from tensor_bridge import Lanes, LaneStatus, TensorStore
 
 __all__ = ["Node"]
 
@@ -442,6 +442,14 @@ class Node:
             return None
         await self._lanes.meet(connection)
         return self._lanes.status(connection)
+
+    @property
+    def store(self) -> TensorStore | None:
+        """The tensors this node holds, its own and its peers'; None if it offers no such service.
+
+        For the node's own loop.
+        """
+        return None if self._tensors is None else self._tensors.store
 
     def table_sizes(self) -> dict[str, int]:
         """Return how full the node's tables are, to see that nothing leaks."""

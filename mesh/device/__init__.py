@@ -12,7 +12,8 @@ alone. Operations stream to the peer in batches and nobody waits for them; who r
 The rooms, and the one idea of each:
 
 ``ops``      the positive list: what a client may have run, by name
-``wire``     templates, batches, answers: pure, strict, bounded
+``templates`` one operation but for its tensors and numbers: pure, strict, bounded
+``wire``     batches of messages and answers: the same
 ``link``     frames that survive the stream they travel on: numbered, kept until acknowledged
 ``client/``  a torch backend that sends operations on instead of running them
 ``server/``  one executor process per session, which checks everything and can only harm itself

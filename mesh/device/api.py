@@ -17,6 +17,7 @@ from mesh.device import wire
 from mesh.device.client import backend
 from mesh.device.client import tensors as known
 from mesh.device.client.carrier import TICK, StreamCarrier
+from mesh.device.client.moving import Mover, answered
 from mesh.device.client.session import Session
 from mesh.device.client.special import ask_elements, finish_elements
 from mesh.device.client.tensors import BACKEND, MAX_DEVICES, Device, device_of, handle_of
@@ -25,9 +26,8 @@ from tensor_bridge.fields import Fields
 from transport import CborValue
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from mesh.node import Node
+    from mesh.peer import Peer
 
 __all__ = [
     "DeviceInfo",
@@ -127,7 +127,7 @@ async def device_async(node: Node, target: Ticket | NodeId | str, index: int = 0
     key = (id(node), peer.node_id)
     peering = _peerings.get(key)
     if peering is None or peering.session.error is not None:
-        peering = await _begin(node, peer.node_id)
+        peering = await _begin(node, peer)
         _peerings[key] = peering
         _by_session[id(peering.session)] = peering
     return _opened(peering, index)
@@ -197,7 +197,7 @@ async def synchronize_async(device: torch.device | str) -> None:
     """Do the same in async code."""
     opened = device_of(torch.device(device))
     await _room(opened.session)
-    await _answered(backend.ask_wait(opened).future)
+    await answered(backend.ask_wait(opened).future)
 
 
 async def read(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ async def read(tensor: torch.Tensor) -> torch.Tensor:
     """
     await _room(handle_of(tensor).device.session)
     request, target = ask_elements(tensor)
-    await _answered(request.future)
+    await answered(request.future)
     return finish_elements(tensor, target)
 
 
@@ -223,13 +223,14 @@ def close(device: torch.device | str) -> None:
     # Handles that live on must not be numbers of the next session: theirs goes on counting alone.
 
 
-async def _begin(node: Node, node_id: NodeId) -> _Peering:
-    session = Session(partial(node.label, node_id))
-    carrier = StreamCarrier(session, partial(node.dial, node_id))
+async def _begin(node: Node, peer: Peer) -> _Peering:
+    session = Session(partial(node.label, peer.node_id))
+    carrier = StreamCarrier(session, partial(node.dial, peer.node_id))
+    carrier.mover = Mover(node, peer, session, carrier.number)
     session.carry_by(carrier)
     await carrier.begin()
     node.endpoint.start_soon(carrier.run)
-    return _Peering(session, carrier, node, node_id)
+    return _Peering(session, carrier, node, peer.node_id)
 
 
 def _opened(peering: _Peering, index: int) -> torch.device:
@@ -286,11 +287,3 @@ async def _room(session: Session) -> None:
     """Wait until what is queued is on its way."""
     while not session.flush(wait=False):  # noqa: ASYNC110 - other threads fill and empty it
         await anyio.sleep(TICK)
-
-
-async def _answered(future: Future[CborValue]) -> CborValue:
-    """Wait in an event loop for what its own thread will bring."""
-    done = anyio.Event()
-    future.add_done_callback(lambda _: done.set())
-    await done.wait()
-    return future.result()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from mesh.device import wire
+from auth import MeshError
+from mesh.device import handover, templates, wire
+from tensor_bridge import TensorMeta
 from tests.parsers.of_transport import encoded, errors, same_error
 from tests.parsers.parser import Parser, cbor_values
 from transport import ProtocolError
@@ -82,6 +84,7 @@ _messages = st.one_of(
     st.builds(wire.Write, _handles, _handles, st.binary(max_size=20).map(memoryview)),
     st.builds(wire.Seed, st.integers(0, 99), _handles),
     st.builds(wire.Forget, st.integers(0, 99)),
+    st.builds(wire.Poison, _handles, errors()),
 )
 
 
@@ -105,6 +108,8 @@ def _write_message(message: wire.Message) -> bytes:
             return wire.seed(device, value)
         case wire.Forget(number):
             return wire.forget(number)
+        case wire.Poison(handle, error):
+            return wire.poison(handle, error)
 
 
 def _read_batch(data: bytes) -> list[wire.Message]:
@@ -146,10 +151,36 @@ def _same_answer(one: wire.Answer, other: wire.Answer) -> bool:
     return same and one.failure.operation == other.failure.operation
 
 
+_numbers64 = st.integers(0, (1 << 63) - 1)
+_object_ids = st.binary(min_size=16, max_size=16).map(bytes.hex)
+_orders = st.one_of(
+    st.builds(handover.PutIn, _numbers64, _numbers64),
+    st.builds(
+        handover.TakeOut,
+        st.integers(1, (1 << 63) - 1),
+        st.integers(0, (1 << 32) - 1),
+        _numbers64,
+        st.builds(TensorMeta, _dtypes, st.just((2, 3)), st.sampled_from([(0, 1), (1, 0)])),
+    ),
+)
+_arrived = st.one_of(
+    st.builds(
+        handover.Arrived, st.binary(min_size=16, max_size=16), _numbers64, object_id=_object_ids
+    ),
+    st.builds(handover.Arrived, st.binary(min_size=16, max_size=16), _numbers64, error=errors()),
+)
+
+
+def _some(order: object) -> object:
+    if order is None:
+        raise ValueError("a batch")
+    return order
+
+
 PARSERS = [
     Parser(
         name="mesh.device_template",
-        covers=("mesh.device.wire.decode_template",),
+        covers=("mesh.device.templates.decode_template",),
         form="message",
         values=_templates,
         write=wire.encode_template,
@@ -161,10 +192,10 @@ PARSERS = [
     ),
     Parser(
         name="mesh.device_result",
-        covers=("mesh.device.wire.decode_result",),
+        covers=("mesh.device.templates.decode_result",),
         form="message",
         values=_geometries,
-        write=wire._geometry_value,
+        write=templates._geometry_value,
         read=wire.decode_result,
         refuses=(ProtocolError,),
     ),
@@ -177,6 +208,7 @@ PARSERS = [
         read=_read_batch,
         refuses=(ProtocolError,),
         same=lambda one, other: _write_batch(one) == _write_batch(other),
+        is_canonical=False,  # whatever an error in it is, it is some error
     ),
     Parser(
         name="mesh.device_answer",
@@ -187,6 +219,38 @@ PARSERS = [
         read=lambda data: wire.read_answer(memoryview(data), "a peer"),
         refuses=(ProtocolError,),
         same=_same_answer,
+        is_canonical=False,  # whatever the error is, it is some error
+    ),
+    Parser(
+        name="mesh.device_order",
+        covers=("mesh.device.handover.decode_order",),
+        form="bytes",
+        values=_orders,
+        write=lambda order: order.encode(),
+        read=lambda data: _some(handover.decode_order(bytearray(data))),
+        refuses=(MeshError, ValueError),
+    ),
+    Parser(
+        name="mesh.device_taken",
+        covers=("mesh.device.handover.Taken.decode",),
+        form="message",
+        values=st.builds(handover.Taken, _object_ids, _numbers64),
+        write=lambda taken: taken.encode(),
+        read=handover.Taken.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="mesh.device_arrived",
+        covers=("mesh.device.handover.Arrived.decode",),
+        form="message",
+        values=_arrived,
+        write=lambda arrived: arrived.encode(),
+        read=handover.Arrived.decode,
+        refuses=(ProtocolError,),
+        same=lambda one, other: (
+            (one.session, one.arrival, one.object_id)
+            == (other.session, other.arrival, other.object_id)
+        ),
         is_canonical=False,  # whatever the error is, it is some error
     ),
 ]

@@ -15,12 +15,15 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import anyio
+import anyio.abc
 
 from auth import MeshError
 from mesh.device import wire
+from mesh.device.client.moving import Mover
 from mesh.device.client.session import Session
 from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
 from mesh.device.link import Link
@@ -71,6 +74,10 @@ class StreamCarrier:
         session: what is carried.
         connect: returns an open connection with the peer.
         patience: seconds without one after which all is lost.
+
+    Attributes:
+        number: what the peer knows the session by.
+        mover: how it takes part in moves between peers; None until it is set.
     """
 
     def __init__(
@@ -83,9 +90,11 @@ class StreamCarrier:
         self._session = session
         self._connect = connect
         self._patience = patience
-        self._number = secrets.token_bytes(16)
+        self.number = secrets.token_bytes(16)
+        self.mover: Mover | None = None
         self._link = Link(self._take)
         self._outbox: deque[bytes] = deque()
+        self._tasks: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._room = threading.Condition()
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -134,6 +143,11 @@ class StreamCarrier:
                 fix="Use: await mesh.device.read(tensor).",
             )
 
+    def spawn(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `task` in the loop, for as long as the session lives."""
+        self._tasks.append(task)
+        self._stir()
+
     def close(self) -> None:
         """End the session at the peer, once everything queued was sent."""
         self._is_closing = True
@@ -170,7 +184,7 @@ class StreamCarrier:
         """Carry the session until it is closed or lost. Raises nothing but cancellation."""
         try:
             async with helpers() as tasks:
-                tasks.start_soon(self._pump)
+                tasks.start_soon(self._pump, tasks)
                 await self._keep_carrying()
             self._lose(SessionLost("use of a device", why="the session was closed"))
         except MeshError as error:
@@ -227,7 +241,7 @@ class StreamCarrier:
                     await anyio.sleep(backoff.pause())
 
     def _opening(self, *, new: bool) -> CborValue:
-        return {"session": self._number, "received": self._link.received, "new": new}
+        return {"session": self.number, "received": self._link.received, "new": new}
 
     def _opened(self, reply: CborValue) -> int:
         fields = Fields(reply, "beginning of a session with a device")
@@ -240,11 +254,13 @@ class StreamCarrier:
         if payload:
             self._session.answered(memoryview(payload))
 
-    async def _pump(self) -> None:
+    async def _pump(self, tasks: anyio.abc.TaskGroup) -> None:
         """Move batches from the threads to the link, and what is queued into batches."""
         session = self._session
         quiet = 0
         while True:
+            while self._tasks:
+                tasks.start_soon(self._tasks.popleft())
             while self._outbox:
                 await self._link.post(self._outbox[0])
                 with self._room:

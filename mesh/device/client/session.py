@@ -12,17 +12,20 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from types import CodeType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from auth import MeshError
 from mesh.device import wire
 from mesh.device.errors import DeviceError, SessionLost
 from transport import CborValue, ProtocolError
 
-__all__ = ["ORIGINS", "Carrier", "Request", "Session", "forked"]
+if TYPE_CHECKING:
+    from mesh.device.client.moving import Mover
+
+__all__ = ["ORIGINS", "Carrier", "Order", "Request", "Session", "forked"]
 
 BATCH = 256
 """Messages after which a batch goes on its way; later ones follow within a tick of the carrier."""
@@ -42,8 +45,17 @@ ORIGINS = 1 << 13
 Origin = tuple[int, CodeType, int]
 
 
+class Order(bytes):
+    """What is sent as a batch of its own: it is for the node, and not for the executor."""
+
+
 class Carrier(Protocol):
     """A session's way to its peer."""
+
+    mover: Mover | None
+
+    def spawn(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `task` in the loop, for as long as the session lives."""
 
     def send(self, batch: bytes, *, wait: bool) -> bool:
         """Take a batch, waiting for room if need be; return whether it was taken.
@@ -204,10 +216,27 @@ class Session:
         Raises:
             MeshError: as `emit`.
         """
-        request, key = Request(what, sink), self._next_request()
+        return self._request(
+            Request(what, sink), lambda key: wire.ask(key, number, layout, *values)
+        )
+
+    def order(self, make: Callable[[int], Order], what: str) -> Request:
+        """Send the node an order that is answered, after everything before it.
+
+        Args:
+            make: returns the order, given the number of the request.
+            what: for messages.
+
+        Raises:
+            MeshError: as `emit`.
+        """
+        return self._request(Request(what), make)
+
+    def _request(self, request: Request, make: Callable[[int], bytes]) -> Request:
+        key = self._next_request()
         self._requests[key] = request
         try:
-            self.queue.append(wire.ask(key, number, layout, *values))
+            self.queue.append(make(key))
             self.flush()
         except BaseException:
             self._requests.pop(key, None)
@@ -215,6 +244,11 @@ class Session:
         if self.error is not None:
             self._fail_requests()
         return request
+
+    @property
+    def carrier(self) -> Carrier | None:
+        """The way to the peer; None once it was closed."""
+        return self._carrier
 
     def result(self, request: Request) -> CborValue:
         """Wait for an answer.
@@ -241,6 +275,11 @@ class Session:
                 size += 8
                 continue
             assert isinstance(item, bytes)
+            if type(item) is Order:
+                if parts or released:
+                    queue.appendleft(item)
+                    break
+                return item
             if parts and size + len(item) + 8 * len(released) > wire.MAX_BATCH - 64:
                 queue.appendleft(item)
                 break

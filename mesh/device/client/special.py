@@ -11,7 +11,7 @@ import torch
 from mesh.device import wire
 from mesh.device.client.entries import Entry
 from mesh.device.client.kernels import emit, general_kernel
-from mesh.device.client.session import Request
+from mesh.device.client.session import Order, Request
 from mesh.device.client.tensors import (
     Device,
     dense_strides,
@@ -22,7 +22,8 @@ from mesh.device.client.tensors import (
     set_meta,
 )
 from mesh.device.errors import UnsupportedOnDevice
-from tensor_bridge import tensor_bytes
+from mesh.device.handover import PutIn, TakeOut
+from tensor_bridge import TensorMeta, tensor_bytes
 from tensor_bridge.codec import memory_order
 
 __all__ = [
@@ -95,13 +96,7 @@ def ask_elements(
 ) -> tuple[Request, torch.Tensor]:
     """Ask for the elements of a tensor; return the request and the tensor that they land in."""
     handle = handle_of(tensor)
-    geometry = geometry_of(tensor)
-    key = (handle.device, geometry)
-    entry = _reads.get(key)
-    if entry is None:
-        template = wire.Template(wire.READ, handle.device.remote, (wire.TensorOf(geometry),))
-        entry = Entry(handle.device, template, None, partial(_reads.pop, key, None))
-        _reads[key] = entry
+    entry = _reading(handle.device, geometry_of(tensor))
     if into is None:
         into = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
     sink = tensor_bytes(into) if into.numel() else memoryview(bytearray())
@@ -230,12 +225,7 @@ def _moved(source: torch.Tensor, device: Device) -> torch.Tensor:
     """Return a copy of `source` on another mesh device."""
     there = handle_of(source).device
     if there.session is not device.session:
-        staged = elements(source)
-        strides = dense_strides(staged.shape)
-        nbytes = staged.numel() * staged.dtype.itemsize
-        moved = empty(device, tuple(staged.shape), strides, staged.dtype, nbytes)
-        _upload(moved, staged)
-        return moved
+        return _moved_between_peers(source, device)
     geometry = geometry_of(source)
     key = (device, geometry)
     entry = _moves.get(key)
@@ -251,6 +241,49 @@ def _moved(source: torch.Tensor, device: Device) -> torch.Tensor:
         entry = _moves[key] = Entry(device, template, None, partial(_moves.pop, key, None))
     tensor: torch.Tensor = emit(entry, (handle_of(source).id,), (), (source,), {})
     return tensor
+
+
+def _moved_between_peers(source: torch.Tensor, device: Device) -> torch.Tensor:
+    """Order one peer to fetch a tensor from the other, and return what it will be.
+
+    Nobody waits here. What comes after in the target's order waits there; whatever goes wrong is
+    told to who reads.
+    """
+    handle = handle_of(source)
+    here, there = device.session, handle.device.session
+    ends = (there.carrier, here.carrier)
+    movers = [None if carrier is None else carrier.mover for carrier in ends]
+    meta = TensorMeta(source.dtype, tuple(source.shape), tuple(range(source.dim())))
+    strides = dense_strides(meta.shape)
+    if None in movers or movers[0].node is not movers[1].node:  # type: ignore[union-attr]
+        # Two nodes of this program are two strangers to the peers: none may order for the other.
+        moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
+        _upload(moved, elements(source))
+        return moved
+    reading = _reading(handle.device, geometry_of(source))
+    moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
+    target = handle_of(moved).id
+    request = there.order(
+        lambda key: Order(TakeOut(key, reading.number, handle.id, meta).encode()),
+        f"move of a tensor of shape {meta.shape}",
+    )
+    carrier, mover = here.carrier, movers[1]
+    assert carrier is not None
+    assert mover is not None
+    assert movers[0] is not None
+    here.emit(Order(PutIn(target, target).encode()))
+    carrier.spawn(partial(mover.bring, movers[0], request, meta, target))
+    return moved
+
+
+def _reading(device: Device, geometry: wire.Geometry) -> Entry:
+    """Return the entry for reads of tensors that lie in their storage like that."""
+    key = (device, geometry)
+    entry = _reads.get(key)
+    if entry is None:
+        template = wire.Template(wire.READ, device.remote, (wire.TensorOf(geometry),))
+        entry = _reads[key] = Entry(device, template, None, partial(_reads.pop, key, None))
+    return entry
 
 
 def _empty(

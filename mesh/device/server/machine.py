@@ -133,6 +133,8 @@ class Machine:
                         self._random.seed(self._check_device(device), value)
                     case wire.Forget(number):
                         self._forget(number)
+                    case wire.Poison(handle, error):
+                        self._replace(handle, wire.Failure(error))
 
     # -- operations
 
@@ -266,11 +268,17 @@ class Machine:
         start = len(program.tensors)
         made = values[start : start + program.count]
         for handle in (*made, *(values[index] for index in program.written)):
-            slot = self._slots.get(handle)
-            if type(slot) is _Slot:
-                self.used -= slot.nbytes
-            if not isinstance(slot, wire.Failure):
-                self._slots[handle] = failure
+            self._replace(handle, failure)
+
+    def _replace(self, handle: int, failure: wire.Failure) -> None:
+        """Have `handle` tell of `failure`, unless it tells of another already."""
+        slot = self._slots.get(handle)
+        if type(slot) is _Slot:
+            self.used -= slot.nbytes
+        elif slot is None and len(self._slots) >= self.limits.max_handles:
+            raise self._too_many()
+        if not isinstance(slot, wire.Failure):
+            self._slots[handle] = failure
 
     def _check_made(self, program: Program, values: Sequence[Any]) -> None:
         """Raise unless the handles that an operation makes are new, and there is room for them.

@@ -14,10 +14,12 @@ import torch
 from auth import MeshError, NodeId, Quotas
 from mesh.device import wire
 from mesh.device.errors import DeviceError, SessionLost
+from mesh.device.handover import ARRIVED_CALL, Arrived
 from mesh.device.server.executor import ExecutorLimits
 from mesh.device.server.machine import MachineLimits
 from mesh.device.server.nursery import Nursery
 from mesh.device.server.session import ServerSession
+from tensor_bridge import TensorStore
 from tensor_bridge.fields import Fields
 from transport import (
     CborValue,
@@ -70,16 +72,24 @@ class DeviceService:
         endpoint: where peers come in.
         devices: names as torch writes them: ``"cpu"``, ``"cuda:0"``. One may be offered twice.
         limits: what clients may use.
+        store: of the tensor service on the same endpoint, through which tensors go to and come from
+            devices of other peers; without, they don't.
 
     Raises:
         DeviceError: from entering it, if a device is not here, or executors can't be forked.
     """
 
     def __init__(
-        self, endpoint: Endpoint, devices: Sequence[str], limits: DeviceLimits | None = None
+        self,
+        endpoint: Endpoint,
+        devices: Sequence[str],
+        limits: DeviceLimits | None = None,
+        *,
+        store: TensorStore | None = None,
     ) -> None:
         self.limits = limits or DeviceLimits()
         self._endpoint = endpoint
+        self._store = store
         self._names = tuple(devices)
         self._nursery = Nursery(endpoint.start_soon)
         self._sessions: dict[tuple[NodeId, bytes], ServerSession] = {}
@@ -94,6 +104,7 @@ class DeviceService:
         self._endpoint.start_soon(self._keep_sweeping)
         self._endpoint.register_service(wire.SERVICE, self._serve, scope=SCOPE)
         self._endpoint.register_call(wire.DEVICES_CALL, self._list, scope=SCOPE)
+        self._endpoint.register_call(ARRIVED_CALL, self._arrive, scope=SCOPE)
         self._endpoint.subscribe(self._observe)
         return self
 
@@ -119,6 +130,14 @@ class DeviceService:
     async def _list(self, request: Incoming) -> CborValue:
         return list(self._facts)
 
+    async def _arrive(self, request: Incoming) -> CborValue:
+        arrived = Arrived.decode(request.value)
+        session = self._sessions.get((request.peer.node_id, arrived.session))
+        if session is None:
+            raise _unknown()
+        session.arrive(arrived)
+        return None
+
     async def _serve(self, request: Incoming) -> None:
         """Carry a session on a stream: a new one, or one whose stream broke.
 
@@ -136,11 +155,7 @@ class DeviceService:
         session = self._sessions.get(key)
         if session is None:
             if not is_new or self._is_closed:
-                raise SessionLost(
-                    "a session with a device",
-                    why="this node does not have it: its lease is over, or the node began anew",
-                    fix="Open the device again; its tensors are lost.",
-                )
+                raise _unknown()
             session = await self._start(request, key)
         await request.stream.send_reply(
             {"received": session.link.received, "devices": list(self._facts)}
@@ -174,7 +189,9 @@ class DeviceService:
             self._starting[owner] -= 1
             if not self._starting[owner]:
                 del self._starting[owner]
-        session = self._sessions[key] = ServerSession(request.peer, executor, limits)
+        session = self._sessions[key] = ServerSession(
+            request.peer, executor, limits, self._store, request.grant.quotas
+        )
         self._endpoint.start_soon(session.run, lambda: self._sessions.pop(key, None))
         return session
 
@@ -193,6 +210,14 @@ class DeviceService:
             for session in tuple(self._sessions.values()):
                 if event.node_id in session.owners:
                     session.close()
+
+
+def _unknown() -> SessionLost:
+    return SessionLost(
+        "a session with a device",
+        why="this node does not have it: its lease is over, or the node began anew",
+        fix="Open the device again; its tensors are lost.",
+    )
 
 
 def check_names(names: Sequence[str]) -> tuple[torch.device, ...]:

@@ -19,6 +19,7 @@ class Loopback:
         self.machine = machine
         self.batches = 0
         self.nbytes = 0
+        self.mover = None
 
     def send(self, batch: bytes, *, wait: bool) -> bool:
         self.batches += 1
@@ -28,6 +29,9 @@ class Loopback:
             lambda data: self.session.answered(memoryview(bytes(data))),
         )
         return True
+
+    def spawn(self, task: object) -> None:
+        raise AssertionError("there is no loop")
 
     def check_waiting(self) -> None:
         pass

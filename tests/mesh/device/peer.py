@@ -78,11 +78,13 @@ async def _serve(devices: int, lease: float, max_bytes: int) -> None:
     )
     executor = ExecutorLimits(machine=MachineLimits(max_bytes=4 << 30), batch_seconds=5.0)
     limits = DeviceLimits(executor=executor, lease=lease)
-    async with node, DeviceService(node.endpoint, ["cpu"] * devices, limits) as service:
-        node.offer(service)
-        print(node.ticket().encode(), flush=True)
-        while await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-            print(json.dumps(node.table_sizes()), flush=True)
+    async with node:
+        offer = DeviceService(node.endpoint, ["cpu"] * devices, limits, store=node.store)
+        async with offer as service:
+            node.offer(service)
+            print(node.ticket().encode(), flush=True)
+            while await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
+                print(json.dumps(node.table_sizes()), flush=True)
 
 
 if __name__ == "__main__":

@@ -305,10 +305,10 @@ def _without_end(x: torch.Tensor) -> None:
 
 
 async def _wait(d: torch.device) -> dict[str, int]:
-    from mesh.device import api
     from mesh.device.client import backend
+    from mesh.device.client.moving import answered
 
-    answer = await api._answered(backend.ask_wait(device_of(d)).future)
+    answer = await answered(backend.ask_wait(device_of(d)).future)
     assert isinstance(answer, dict)
     return answer  # type: ignore[return-value]
 

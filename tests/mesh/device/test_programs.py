@@ -1,0 +1,260 @@
+"""Random programs of views, writes, aliases and mixed types give the same as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.mesh.device.inprocess import Loopback
+
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+SIZES = ((), (0,), (3,), (2, 3), (3, 2), (2, 1, 3), (4, 4))
+NUMBERS = (2, -1, 0, 0.5, True, 3.25, 7)
+MAX_ELEMENTS = 256
+
+State = list[torch.Tensor]
+Step = tuple[int, int, int, int, int]
+Act = Callable[[State, Step], Any]
+
+
+def pick(state: State, index: int) -> torch.Tensor:
+    return state[index % len(state)]
+
+
+def same_device(state: State, index: int, like: torch.Tensor) -> torch.Tensor:
+    there = [each for each in state if tag(each) == tag(like)]
+    return there[index % len(there)]
+
+
+def tag(tensor: torch.Tensor) -> Any:
+    return getattr(tensor, "place", None)
+
+
+def binary(name: str) -> Act:
+    def act(state: State, step: Step) -> Any:
+        a = pick(state, step[1])
+        return getattr(torch, name)(a, same_device(state, step[2], a))
+
+    return act
+
+
+def number(name: str) -> Act:
+    return lambda state, step: getattr(torch, name)(
+        pick(state, step[1]), NUMBERS[step[3] % len(NUMBERS)]
+    )
+
+
+def unary(name: str) -> Act:
+    return lambda state, step: getattr(torch.Tensor, name)(pick(state, step[1]))
+
+
+def in_place(name: str) -> Act:
+    def act(state: State, step: Step) -> Any:
+        a = pick(state, step[1])
+        getattr(a, name)(same_device(state, step[2], a))
+
+    return act
+
+
+def dim_of(tensor: torch.Tensor, n: int) -> int:
+    return n % max(tensor.dim(), 1)
+
+
+def slice_(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return a.narrow(dim_of(a, step[2]), step[3] % 3, step[4] % 3)
+
+
+def stepped(state: State, step: Step) -> Any:
+    return pick(state, step[1])[:: step[3] % 3 + 1]
+
+
+def select(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return a.select(dim_of(a, step[2]), step[3] % 3)
+
+
+def permute(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return a.transpose(dim_of(a, step[2]), dim_of(a, step[3]))
+
+
+def strided(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return a.as_strided((step[2] % 3, 2), (step[3] % 3, 1), a.storage_offset() + step[4] % 2)
+
+
+def reduce(name: str) -> Act:
+    def act(state: State, step: Step) -> Any:
+        a = pick(state, step[1])
+        found = getattr(torch, name)(a, dim_of(a, step[2]))
+        return found[0] if isinstance(found, tuple) else found
+
+    return act
+
+
+def assign(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    a[step[3] % 3] = NUMBERS[step[4] % len(NUMBERS)]
+
+
+def masked(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    a[a > 1] = NUMBERS[step[4] % len(NUMBERS)]
+
+
+def chosen(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return a[a > 0]
+
+
+def indexed(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return a[torch.tensor([step[3] % 3, step[4] % 3])]
+
+
+def cat(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return torch.cat([a, same_device(state, step[2], a), a], dim_of(a, step[3]))
+
+
+def where(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return torch.where(a > 0, a, same_device(state, step[2], a))
+
+
+def typed(state: State, step: Step) -> Any:
+    return pick(state, step[1]).to(DTYPES[step[3] % len(DTYPES)])
+
+
+def reinterpreted(state: State, step: Step) -> Any:
+    return pick(state, step[1]).view(DTYPES[step[3] % len(DTYPES)])
+
+
+def out(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    torch.mul(a, 2, out=same_device(state, step[2], a))
+
+
+def resize(state: State, step: Step) -> Any:
+    pick(state, step[1]).resize_(SIZES[step[3] % len(SIZES)])
+
+
+def matmul(state: State, step: Step) -> Any:
+    a = pick(state, step[1])
+    return a @ same_device(state, step[2], a).t()
+
+
+ACTS: tuple[Act, ...] = (
+    *map(binary, ("add", "sub", "mul", "maximum", "eq", "lt", "logical_and", "div")),
+    *map(number, ("add", "mul", "sub", "pow", "div", "remainder", "ge", "floor_divide")),
+    *map(unary, ("neg", "abs", "clone", "t", "contiguous", "flatten", "square", "unique")),
+    *map(unary, ("nonzero", "isnan", "sum", "squeeze", "detach", "sign", "diagonal", "cumsum_0")),
+    *map(in_place, ("add_", "mul_", "copy_", "sub_", "fill_", "logical_or_", "clamp_min_")),
+    *map(reduce, ("sum", "amax", "argmin", "cumsum", "sort", "softmax", "flip", "unbind", "var")),
+    *(slice_, stepped, select, permute, strided, assign, masked, chosen, indexed, cat, where),
+    *(typed, reinterpreted, out, resize, matmul),
+)
+
+
+def moved(tensor: torch.Tensor, place: Any, device: Any) -> torch.Tensor:
+    """Return a copy on another device, which on the CPU is a name only."""
+    copy = tensor.detach().clone() if device == "cpu" else tensor.to(device)
+    return marked(copy, place)
+
+
+def marked(tensor: torch.Tensor, place: Any) -> torch.Tensor:
+    tensor.place = place  # type: ignore[attr-defined]
+    return tensor
+
+
+def run(
+    steps: list[Step], places: dict[int, Any], works: Callable[[int], bool]
+) -> Iterator[tuple[int, State]]:
+    """Run a program; yield the state after each step, and skip those that don't work."""
+    torch.manual_seed(1)
+    state: State = []
+    for place, device in places.items():
+        for shape, dtype in ((SIZES[3], DTYPES[0]), (SIZES[6], DTYPES[2]), (SIZES[2], DTYPES[5])):
+            count = torch.Size(shape).numel()
+            fresh = torch.arange(count, dtype=torch.float64).view(shape).sub(2).to(dtype)
+            state.append(marked(fresh.to(device), place))
+    for index, step in enumerate(steps):
+        if not works(index):
+            continue
+        act = ACTS[step[0] % len(ACTS)]
+        source = pick(state, step[1])
+        if step[0] % 11 == 10:
+            place = (tag(source) + 1) % len(places)
+            made: Any = moved(source, place, places[place])
+        else:
+            made = act(state, step)
+        if isinstance(made, torch.Tensor) and made.numel() <= MAX_ELEMENTS:
+            state.append(marked(made, tag(source)))
+        yield index, state
+
+
+def on_cpu(steps: list[Step]) -> tuple[set[int], State]:
+    """Find out which steps work at all, and what comes of them."""
+    broken: set[int] = set()
+    while True:
+        state: State = []
+        index = -1
+        try:
+            for index, state in run(steps, {0: "cpu", 1: "cpu"}, lambda n: n not in broken):
+                pass
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError):
+            later = [n for n in range(index + 1, len(steps)) if n not in broken]
+            broken.add(later[0])
+            continue
+        return broken, state
+
+
+_steps = st.lists(st.tuples(*(st.integers(0, 999) for _ in range(5))), min_size=3, max_size=12)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(_steps)
+def test_any_program(loopback: tuple[Loopback, list[torch.device]], steps: list[Step]) -> None:
+    check(loopback, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(
+    max_examples=20_000,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(_steps)
+def test_many_programs(loopback: tuple[Loopback, list[torch.device]], steps: list[Step]) -> None:
+    check(loopback, steps)
+
+
+def check(loopback: tuple[Loopback, list[torch.device]], steps: list[Step]) -> None:
+    _, devices = loopback
+    broken, expected = on_cpu(steps)
+    found: State = []
+    for _, found in run(steps, dict(enumerate(devices)), lambda n: n not in broken):
+        pass
+    for one, other in zip(found, expected, strict=True):
+        here = one.cpu()
+        assert here.dtype is other.dtype
+        assert here.shape == other.shape
+        if 0 not in other.shape:
+            assert one.stride() == other.stride()
+        assert torch.equal(here.nan_to_num(), other.nan_to_num())
