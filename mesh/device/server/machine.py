@@ -18,6 +18,7 @@ from mesh.device import wire
 from mesh.device.errors import DeviceError, OperationFailed
 from mesh.device.server.program import Made, Program
 from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
+from tensor_bridge.codec import memory_order
 from transport import CborValue, LimitExceeded, ProtocolError
 
 __all__ = ["Machine", "MachineLimits"]
@@ -332,9 +333,10 @@ class Machine:
         described: list[CborValue] = []
         for handle, result in zip(handles, results, strict=True):
             # Results of unknown size have been made by now; the limit of memory has held so far.
-            kept = result.resolve_conj().contiguous()
-            if self._finds_aliases([kept], values[:start]):
-                kept = kept.clone()
+            kept = result.resolve_conj()
+            dense = memory_order(kept.shape, kept.stride()) is not None
+            if not dense or kept.storage_offset() or self._finds_aliases([kept], values[:start]):
+                kept = kept.clone(memory_format=torch.contiguous_format)
             self._add(handle, kept, None, program)
             described.append(wire.result_value(kept))
         return described

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,6 +47,11 @@ def number(name: str) -> Act:
     return lambda state, step: getattr(torch, name)(
         pick(state, step[1]), NUMBERS[step[3] % len(NUMBERS)]
     )
+
+
+def power(state: State, step: Step) -> Any:
+    # To the power of True, torch infers another type than its CPU kernel makes.
+    return torch.pow(pick(state, step[1]), (2, 0, 1, 0.5, -1, 3)[step[3] % 6])
 
 
 def unary(name: str) -> Act:
@@ -152,7 +157,8 @@ def matmul(state: State, step: Step) -> Any:
 
 ACTS: tuple[Act, ...] = (
     *map(binary, ("add", "sub", "mul", "maximum", "eq", "lt", "logical_and", "div")),
-    *map(number, ("add", "mul", "sub", "pow", "div", "remainder", "ge", "floor_divide")),
+    *map(number, ("add", "mul", "sub", "div", "remainder", "ge", "floor_divide")),
+    power,
     *map(unary, ("neg", "abs", "clone", "t", "contiguous", "flatten", "square", "unique")),
     *map(unary, ("nonzero", "isnan", "sum", "squeeze", "detach", "sign", "diagonal", "cumsum_0")),
     *map(in_place, ("add_", "mul_", "copy_", "sub_", "fill_", "logical_or_", "clamp_min_")),
@@ -173,46 +179,48 @@ def marked(tensor: torch.Tensor, place: Any) -> torch.Tensor:
     return tensor
 
 
-def run(
-    steps: list[Step], places: dict[int, Any], works: Callable[[int], bool]
-) -> Iterator[tuple[int, State]]:
-    """Run a program; yield the state after each step, and skip those that don't work."""
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError, AttributeError)
+
+
+def run(steps: list[Step], places: tuple[Any, ...], broken: set[int] | None = None) -> State:
+    """Run a program and return all its tensors.
+
+    Args:
+        steps: what it does.
+        places: its two devices.
+        broken: steps to leave out; None to find out which don't work, and leave them out.
+    """
     torch.manual_seed(1)
     state: State = []
-    for place, device in places.items():
+    for place, device in enumerate(places):
         for shape, dtype in ((SIZES[3], DTYPES[0]), (SIZES[6], DTYPES[2]), (SIZES[2], DTYPES[5])):
             count = torch.Size(shape).numel()
             fresh = torch.arange(count, dtype=torch.float64).view(shape).sub(2).to(dtype)
             state.append(marked(fresh.to(device), place))
+    finds, broken = broken is None, set() if broken is None else broken
     for index, step in enumerate(steps):
-        if not works(index):
+        if not finds and index in broken:
             continue
-        act = ACTS[step[0] % len(ACTS)]
-        source = pick(state, step[1])
-        if step[0] % 11 == 10:
-            place = (tag(source) + 1) % len(places)
-            made: Any = moved(source, place, places[place])
-        else:
-            made = act(state, step)
-        if isinstance(made, torch.Tensor) and made.numel() <= MAX_ELEMENTS:
-            state.append(marked(made, tag(source)))
-        yield index, state
-
-
-def on_cpu(steps: list[Step]) -> tuple[set[int], State]:
-    """Find out which steps work at all, and what comes of them."""
-    broken: set[int] = set()
-    while True:
-        state: State = []
-        index = -1
         try:
-            for index, state in run(steps, {0: "cpu", 1: "cpu"}, lambda n: n not in broken):
-                pass
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError):
-            later = [n for n in range(index + 1, len(steps)) if n not in broken]
-            broken.add(later[0])
-            continue
-        return broken, state
+            perform(state, step, places)
+        except REFUSALS:
+            if not finds:
+                raise
+            broken.add(index)
+    state.append(broken)  # type: ignore[arg-type]
+    return state
+
+
+def perform(state: State, step: Step, places: tuple[Any, ...]) -> None:
+    source = pick(state, step[1])
+    place = tag(source)
+    if step[0] % 11 == 10:
+        place = 1 - place
+        made: Any = moved(source, place, places[place])
+    else:
+        made = ACTS[step[0] % len(ACTS)](state, step)
+    if isinstance(made, torch.Tensor) and made.numel() <= MAX_ELEMENTS:
+        state.append(marked(made, place))
 
 
 _steps = st.lists(st.tuples(*(st.integers(0, 999) for _ in range(5))), min_size=3, max_size=12)
@@ -220,7 +228,7 @@ _steps = st.lists(st.tuples(*(st.integers(0, 999) for _ in range(5))), min_size=
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(
-    max_examples=500,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,
@@ -246,15 +254,13 @@ def test_many_programs(loopback: tuple[Loopback, list[torch.device]], steps: lis
 
 
 def check(loopback: tuple[Loopback, list[torch.device]], steps: list[Step]) -> None:
-    _, devices = loopback
-    broken, expected = on_cpu(steps)
-    found: State = []
-    for _, found in run(steps, dict(enumerate(devices)), lambda n: n not in broken):
-        pass
+    *expected, broken = run(steps, ("cpu", "cpu"))
+    *found, _ = run(steps, tuple(loopback[1]), broken)  # type: ignore[arg-type]
     for one, other in zip(found, expected, strict=True):
-        here = one.cpu()
-        assert here.dtype is other.dtype
-        assert here.shape == other.shape
+        values = one.cpu()
+        assert values.dtype is other.dtype
+        assert values.shape == other.shape
         if 0 not in other.shape:
-            assert one.stride() == other.stride()
-        assert torch.equal(here.nan_to_num(), other.nan_to_num())
+            strides = zip(other.shape, one.stride(), other.stride(), strict=True)
+            assert all(size == 1 or here == there for size, here, there in strides)
+        assert torch.equal(values.nan_to_num(), other.nan_to_num())
