@@ -266,6 +266,7 @@ class _Inference:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._metas: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._results: Any = None
+        self._empty = _empty_results(operator, args, kwargs)
         tags = operator.tags
         self.is_static = (
             torch.Tag.dynamic_output_shape not in tags
@@ -299,6 +300,8 @@ class _Inference:
             place = self._place(result)
             if place is not None:
                 return place
+            if here in self._empty:
+                result = result.new_empty(0)
             geometry = wire.Geometry(result.dtype, tuple(result.shape), result.stride())
             outputs.append(wire.Output(geometry, geometry.span, here))
             return _New(len(outputs) - 1)
@@ -364,6 +367,30 @@ class _Inference:
                     f"{operator_name(self._operator)} would write to a tensor on the CPU what is "
                     "made of tensors on a mesh device"
                 )
+
+
+_NORMS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_no_update"),
+        *("_native_batch_norm_legit_no_training", "_batch_norm_with_update"),
+    )
+)
+
+
+def _empty_results(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> frozenset[int]:
+    """Return which results are empty although torch's inference of shapes says otherwise.
+
+    Those are the statistics that a batch normalization saves, where it uses those it has.
+    """
+    schema = operator._schema
+    if schema.name not in _NORMS or schema.overload_name not in ("", "no_stats"):
+        return frozenset()
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    trains = given.get("training", given.get("train", "no_training" not in schema.name))
+    trains = trains and "no_update" not in schema.name
+    return frozenset() if trains else frozenset({1, 2})
 
 
 class _New(int):

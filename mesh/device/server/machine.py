@@ -177,15 +177,19 @@ class Machine:
         start = len(program.tensors)
         for index, made in enumerate(program.made):
             result = results[made.position] if made.position < len(results) else None
-            if not isinstance(result, torch.Tensor):
-                raise _unexpected("it made no tensor where one was expected")
             if program.aliases is None:
                 program.aliases = self._finds_aliases(results, values[:start])
             handle = values[start + index]
-            self._add(handle, self._settled(program, made, result), made.geometry, program)
+            try:
+                self._add(handle, self._settled(program, made, result), made.geometry, program)
+            except (DeviceError, QuotaExceeded) as error:
+                # The other results are what they should be; this one may be of no use to anybody.
+                self._replace(handle, wire.Failure(error, program.template.name, handle))
 
-    def _settled(self, program: Program, made: Made, result: torch.Tensor) -> torch.Tensor:
+    def _settled(self, program: Program, made: Made, result: object) -> torch.Tensor:
         """Return `result` as the client expects it: alone in its storage, laid out as agreed."""
+        if not isinstance(result, torch.Tensor):
+            raise _unexpected("it made no tensor where one was expected")
         if result.shape != made.shape or result.dtype is not made.dtype:
             raise _unexpected(
                 f"it made {tuple(result.shape)} of {result.dtype} where {made.shape} of "

@@ -154,6 +154,20 @@ def recurrent(d: Any) -> Any:
     return (layer.to(d)(x.to(d))[0] * 1000).round()
 
 
+def frozen_statistics(d: Any) -> Any:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(3)
+    x = torch.randn(2, 3, 4, 4)
+    layer(x)
+    layer = layer.eval().to(d)
+    z = x.to(d).requires_grad_()
+    with torch.no_grad():
+        first = layer(z)
+    second = layer(z)
+    second.sum().backward()
+    return first, second, z.grad, layer.weight.grad, layer.running_mean
+
+
 def copies(d: Any) -> Any:
     layer: Any = nn.Linear(2, 2)
     with torch.no_grad():
@@ -201,7 +215,7 @@ def foreach(d: Any) -> Any:
     [
         *(views_and_writes, out_arguments, indexing, wrapped_numbers, complex_bits, foreach),
         *(devices_and_types, second_order, transforms, random_numbers, resizing, reductions),
-        *(algebra, recurrent, copies, batches, shape_that_varies),
+        *(frozen_statistics, algebra, recurrent, copies, batches, shape_that_varies),
     ],
     ids=lambda program: program.__name__,
 )
