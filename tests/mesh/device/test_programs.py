@@ -143,7 +143,11 @@ def reinterpreted(state: State, step: Step) -> Any:
 
 def out(state: State, step: Step) -> Any:
     a = pick(state, step[1])
-    torch.mul(a, 2, out=same_device(state, step[2], a))
+    target = same_device(state, step[2], a)
+    if target.shape != a.shape:  # grown in place, it would grow under its aliases here alone
+        target = target.new_empty(0)
+    torch.mul(a, 2, out=target)
+    return target
 
 
 def resize(state: State, step: Step) -> Any:
@@ -231,7 +235,7 @@ _steps = st.lists(st.tuples(*(st.integers(0, 999) for _ in range(5))), min_size=
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(
-    max_examples=60,
+    max_examples=500,
     deadline=None,
     derandomize=True,
     database=None,
