@@ -84,6 +84,7 @@ _lock = threading.Lock()
 _nodes: dict[bytes, blocking.Node] = {}
 _peerings: dict[tuple[int, NodeId], _Peering] = {}
 _by_session: dict[int, _Peering] = {}
+_beginning: dict[tuple[int, NodeId], anyio.Lock] = {}
 
 
 def device(
@@ -125,11 +126,12 @@ async def device_async(node: Node, target: Ticket | NodeId | str, index: int = 0
     await anyio.to_thread.run_sync(backend.register)
     peer = await node.connect(target)
     key = (id(node), peer.node_id)
-    peering = _peerings.get(key)
-    if peering is None or peering.session.error is not None:
-        peering = await _begin(node, peer)
-        _peerings[key] = peering
-        _by_session[id(peering.session)] = peering
+    async with _beginning.setdefault(key, anyio.Lock()):  # of one node, and so of one loop
+        peering = _peerings.get(key)
+        if peering is None or peering.session.error is not None:
+            peering = await _begin(node, peer)
+            _peerings[key] = peering
+            _by_session[id(peering.session)] = peering
     return _opened(peering, index)
 
 
@@ -175,10 +177,12 @@ def describe(device: torch.device | str) -> DeviceInfo:
     """Return what an open device is: a `torch.device` can't carry more than a number.
 
     Raises:
-        DeviceError: it is not open.
+        DeviceError: it is not open, or its session was closed.
     """
     opened = device_of(torch.device(device))
-    peering = _by_session[id(opened.session)]
+    peering = _by_session.get(id(opened.session))
+    if peering is None:
+        raise opened.session.lost()
     label = peering.node.label(peering.node_id)
     info = _info(opened.facts, label, peering.node_id, opened.remote)
     return dataclasses.replace(info, device=opened.torch_device)
@@ -220,7 +224,6 @@ def close(device: torch.device | str) -> None:
     session.close()
     if peering is not None:
         _peerings.pop((id(peering.node), peering.node_id), None)
-    # Handles that live on must not be numbers of the next session: theirs goes on counting alone.
 
 
 async def _begin(node: Node, peer: Peer) -> _Peering:

@@ -60,8 +60,6 @@ PATIENCE = 10.0
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
-CLOSE_SECONDS = 2.0
-
 _BROKEN = (PeerLost, ConnectionClosed, StreamReset, Unreachable, DeadlineExceeded)
 
 _log = logging.getLogger("quicmesh.device")
@@ -151,6 +149,8 @@ class StreamCarrier:
     def close(self) -> None:
         """End the session at the peer, once everything queued was sent."""
         self._is_closing = True
+        with self._room:
+            self._room.notify_all()
         self._stir()
 
     def _stir(self) -> None:

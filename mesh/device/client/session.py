@@ -239,7 +239,9 @@ class Session:
             self.queue.append(make(key))
             self.flush()
         except BaseException:
-            self._requests.pop(key, None)
+            # Unless all is lost it is queued, or on its way, and will be answered.
+            if self.error is not None:
+                self._requests.pop(key, None)
             raise
         if self.error is not None:
             self._fail_requests()
@@ -247,7 +249,7 @@ class Session:
 
     @property
     def carrier(self) -> Carrier | None:
-        """The way to the peer; None once it was closed."""
+        """The way to the peer; None until it is set."""
         return self._carrier
 
     def result(self, request: Request) -> CborValue:
@@ -329,10 +331,9 @@ class Session:
 
     def close(self) -> None:
         """Let go of everything at the peer."""
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            carrier.close()
         self.fail(SessionLost("use of a device", peer=self.label(), why="it was closed"))
+        if self._carrier is not None:
+            self._carrier.close()
 
     def lost(self) -> MeshError:
         """Return an error that says why all is lost, for one more caller."""

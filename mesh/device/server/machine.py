@@ -177,7 +177,7 @@ class Machine:
         start = len(program.tensors)
         for index, made in enumerate(program.made):
             result = results[made.position] if made.position < len(results) else None
-            if program.aliases is None:
+            if program.aliases is None or program.takes_numbers:  # which may decide about it
                 program.aliases = self._finds_aliases(results, values[:start])
             handle = values[start + index]
             try:

@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import logging
 import os
 import select
 import signal
@@ -34,6 +35,8 @@ from mesh.device.server.executor import ExecutorLimits, serve
 from mesh.device.server.machine import MachineLimits
 
 __all__ = ["CAN_FORK", "Executor", "Nursery", "main"]
+
+_log = logging.getLogger("quicmesh.device")
 
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
@@ -193,6 +196,8 @@ class Nursery:
                         executor.ended.set()
         except (anyio.ClosedResourceError, OSError):
             pass
+        except (ValueError, KeyError, TypeError):
+            _log.exception("what starts executors has said something odd")
         finally:
             if self._socket is link:
                 self._close_socket()

@@ -44,6 +44,7 @@ class Program:
         nbytes: of all that it makes, as far as the client can tell.
         is_random: whether it draws random numbers.
         aliases: whether its results share memory; None until it has run.
+        takes_numbers: whether numbers come with each operation.
 
     Raises:
         ProtocolError: torch has no such operator, or its arguments are not such.
@@ -81,8 +82,8 @@ class Program:
         else:
             self.operator = _find(template.name)
             self._look_at_schema()
-        self._values = len(self.tensors) + self.count
-        self._first_number = self._values
+        self._first_number = len(self.tensors) + self.count
+        self.takes_numbers = self.layout.body.size > 8 * self._first_number
         self._builders = tuple(self._builder(each) for each in self._flat_arguments())
         self._is_plain = all(
             not isinstance(each, wire.Items) or not _has_inputs(each)

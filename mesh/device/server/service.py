@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -31,6 +30,7 @@ from transport import (
     LimitExceeded,
     PeerLost,
     PeerRevoked,
+    ProtocolError,
 )
 
 __all__ = ["SCOPE", "DeviceLimits", "DeviceService", "check_names"]
@@ -93,7 +93,7 @@ class DeviceService:
         self._names = tuple(devices)
         self._nursery = Nursery(endpoint.start_soon)
         self._sessions: dict[tuple[NodeId, bytes], ServerSession] = {}
-        self._starting: Counter[NodeId] = Counter()
+        self._starting: set[tuple[NodeId, bytes]] = set()
         self._facts: list[CborValue] = []
         self._is_closed = False
 
@@ -171,8 +171,10 @@ class DeviceService:
 
     async def _start(self, request: Incoming, key: tuple[NodeId, bytes]) -> ServerSession:
         owner = key[0]
-        held = sum(each == owner for each, _ in self._sessions) + self._starting[owner]
-        total = len(self._sessions) + self._starting.total()
+        if key in self._starting:
+            raise ProtocolError("a session with a device", why="it is opened twice at once")
+        open_ones = [*self._sessions, *self._starting]
+        held, total = sum(each == owner for each, _ in open_ones), len(open_ones)
         quota = self.limits.max_sessions_per_peer
         if held >= quota or total >= self.limits.max_sessions:
             raise LimitExceeded(
@@ -182,13 +184,11 @@ class DeviceService:
                 fix="Close one, or wait until the lease of one is over.",
             )
         limits = _within(self.limits.executor, request.grant.quotas)
-        self._starting[owner] += 1
+        self._starting.add(key)
         try:
             executor = await self._nursery.start(list(self._names), limits)
         finally:
-            self._starting[owner] -= 1
-            if not self._starting[owner]:
-                del self._starting[owner]
+            self._starting.discard(key)
         session = self._sessions[key] = ServerSession(
             request.peer, executor, limits, self._store, request.grant.quotas
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
 import struct
 from collections import deque
@@ -32,6 +33,8 @@ FAREWELL_SECONDS = 2.0
 
 MAX_ARRIVALS = 256
 """Things that may have arrived for a session before it is their turn."""
+
+_log = logging.getLogger("quicmesh.device")
 
 _ANSWER = struct.Struct("<BQ")
 
@@ -100,6 +103,8 @@ class ServerSession:
                     tasks.start_soon(self._feed)
                     await self._read_answers()
                 await self._say_farewell()
+        except Exception:  # of one session's, and no reason to end the others
+            _log.exception("a session with a device of %s failed", self.owner)
         finally:
             self._executor.kill()
             if self._stream is not None:
@@ -288,8 +293,9 @@ class ServerSession:
             why=self._executor.why(self._limits),
             fix="Open the device again; its tensors are lost.",
         )
-        await self.link.post(wire.failure(0, wire.Failure(error)))
         with anyio.move_on_after(FAREWELL_SECONDS):
+            await self.link.post(wire.failure(0, wire.Failure(error)))
+            await self.link.post(b"")  # the client leaves now, which ends this wait
             await self.link.delivered()
 
 
