@@ -19,10 +19,12 @@ from mesh.device.client.tensors import (
     handle_of,
     is_mesh,
     new_tensor,
+    set_meta,
     wrapper_arguments,
 )
 from mesh.device.errors import DeviceError, UnsupportedOnDevice
 from mesh.device.ops import VALUE_SHAPED
+from tensor_bridge.codec import memory_order
 from transport import CborValue
 
 __all__ = [
@@ -115,10 +117,19 @@ class Entry:
 class Resize(Exception):
     """An ``out=`` argument has another shape than the result."""
 
-    def __init__(self, tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    def __init__(self, tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__(shape)
-        self.tensor = tensor
-        self.shape = tuple(shape)
+        self._tensor = tensor
+        self._shape = tuple(shape)
+        self._strides = tuple(strides)
+
+    def apply(self) -> None:
+        """Give the tensor the shape and layout of the result."""
+        tensor, shape = self._tensor, self._shape
+        tensor.resize_(shape)
+        if memory_order(shape, self._strides) is not None:
+            offset = int(tensor.storage_offset())
+            set_meta(tensor, tensor.untyped_storage(), offset, shape, self._strides)
 
 
 def operator_name(operator: Any) -> str:
@@ -286,7 +297,7 @@ class _Inference:
         """Return what the operator makes, and what its call returns."""
         for meta, tensor in self._metas:
             if meta.shape != tensor.shape:
-                raise Resize(tensor, meta.shape)
+                raise Resize(tensor, meta.shape, meta.stride())
         outputs: list[wire.Output] = []
         position = 0
 

@@ -80,7 +80,7 @@ def fast_kernel(operator: Any) -> Callable[..., Any]:
         try:
             entry = learn(operator, args, kwargs, device, partial(entries.pop, key, None))
         except Resize as resize:
-            resize.tensor.resize_(resize.shape)
+            resize.apply()
         else:
             entries[key] = entry
         return kernel(*args, **kwargs)
@@ -136,7 +136,7 @@ class _General:
                 drop = partial(self._entries.pop, key, None)
                 entry = learn(self._operator, args, kwargs, device, drop)
             except Resize as resize:
-                resize.tensor.resize_(resize.shape)
+                resize.apply()
                 scan = _Scan()
                 continue
             self._entries[key] = entry
