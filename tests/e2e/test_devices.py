@@ -22,6 +22,7 @@ def test_a_cnn_learns_on_a_device_of_a_machine(tmp_path: Path) -> None:
         env = os.environ | {"MESH_HOME": str(machine.home)}
         done = programs.run(command, env=env, timeout=90)
         assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
         assert "mesh:0 is cpu of" in done.stdout
         (last,) = re.findall(r"epoch 1: loss \S+, (\S+) % right", done.stdout)
         assert float(last) > 80

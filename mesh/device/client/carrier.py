@@ -25,7 +25,7 @@ from auth import MeshError
 from mesh.device import wire
 from mesh.device.client.moving import Mover
 from mesh.device.client.session import Session
-from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
+from mesh.device.errors import DeviceError, SessionLost
 from mesh.device.link import Link
 from mesh.tasks import helpers
 from tensor_bridge.fields import Fields
@@ -113,15 +113,6 @@ class StreamCarrier:
             if len(self._outbox) >= MAX_QUEUED:
                 if not wait:
                     return False
-                if threading.get_ident() == self._thread:
-                    raise DeviceBusy(
-                        "sending to a device",
-                        peer=self._session.label(),
-                        why=f"{MAX_QUEUED} batches are queued, and this thread is the one that "
-                        "sends them",
-                        fix="Await mesh.device.synchronize_async(device) now and then, or "
-                        "compute in a thread.",
-                    )
                 self._room.wait_for(
                     lambda: len(self._outbox) < MAX_QUEUED or self._session.error is not None
                 )
@@ -131,9 +122,13 @@ class StreamCarrier:
         self._stir()
         return True
 
+    def is_in_loop(self) -> bool:
+        """Return whether this is the thread that sends, and so must not wait for that."""
+        return threading.get_ident() == self._thread
+
     def check_waiting(self) -> None:
         """Raise `DeviceError` in the loop's own thread: it would wait for itself."""
-        if threading.get_ident() == self._thread:
+        if self.is_in_loop():
             raise DeviceError(
                 "reading from a device",
                 peer=self._session.label(),

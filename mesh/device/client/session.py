@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from auth import MeshError
 from mesh.device import wire
-from mesh.device.errors import DeviceError, SessionLost
+from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
 from transport import CborValue, ProtocolError
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ BATCH = 256
 
 BATCH_BYTES = 1 << 19
 """Bytes of a batch of many messages."""
+
+MAX_UNSENT = 1 << 11
+"""Messages that the carrier's own thread may queue while there is no room for them."""
 
 MAX_TEMPLATES = 1 << 14
 """Templates a session keeps; a program whose shapes vary without end forgets the oldest."""
@@ -63,6 +66,9 @@ class Carrier(Protocol):
         Raises:
             MeshError: it can't be sent.
         """
+
+    def is_in_loop(self) -> bool:
+        """Return whether this is the thread that sends, and so must not wait for that."""
 
     def check_waiting(self) -> None:
         """Raise `DeviceError` if this thread may not wait for an answer."""
@@ -176,7 +182,8 @@ class Session:
         """Send what is queued; return whether all of it was.
 
         Args:
-            wait: for room, and for another thread that does the same.
+            wait: for room, and for another thread that does the same. In the carrier's own thread
+                nobody waits: what is queued goes when there is room.
 
         Raises:
             MeshError: as `emit`.
@@ -186,6 +193,17 @@ class Session:
             raise self.lost()
         carrier = self._carrier
         assert carrier is not None
+        if wait and carrier.is_in_loop():
+            wait = False
+            if len(self.queue) > MAX_UNSENT:
+                raise DeviceBusy(
+                    "sending to a device",
+                    peer=self.label(),
+                    why=f"{len(self.queue)} messages are queued, and this thread is the one that "
+                    "sends them",
+                    fix="Await mesh.device.synchronize_async(device) now and then, or compute in "
+                    "a thread.",
+                )
         if not self._lock.acquire(blocking=wait):
             return False
         try:

@@ -33,6 +33,9 @@ class Loopback:
     def spawn(self, task: object) -> None:
         raise AssertionError("there is no loop")
 
+    def is_in_loop(self) -> bool:
+        return False
+
     def check_waiting(self) -> None:
         pass
 

@@ -128,6 +128,7 @@ def test_errors_of_either_side_are_told_to_who_reads(
     assert torch.ones(1, device=one).to(other).item() == 1
 
 
+@pytest.mark.slow  # starts one more peer
 def test_a_peer_that_dies_under_a_move(node: blocking.Node, peers: tuple[Peer, Peer]) -> None:
     other = mesh.device(peers[0].ticket, node=node)
     with peer(devices=1) as victim:

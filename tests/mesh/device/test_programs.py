@@ -233,6 +233,7 @@ def perform(state: State, step: Step, places: tuple[Any, ...]) -> None:
 _steps = st.lists(st.tuples(*(st.integers(0, 999) for _ in range(5))), min_size=3, max_size=12)
 
 
+@pytest.mark.timeout(240)  # ten seconds, where nothing else runs
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(
     max_examples=500,
