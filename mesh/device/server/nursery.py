@@ -98,6 +98,7 @@ class Nursery:
         self._numbers = itertools.count(1)
         self._executors: dict[int, Executor] = {}
         self._lock = anyio.Lock()
+        self._is_closed = False
 
     @property
     def count(self) -> int:
@@ -139,6 +140,8 @@ class Nursery:
             SessionLost: it could not be started.
         """
         async with self._lock:
+            if self._is_closed:
+                raise SessionLost("start of a session", why="this node offers no devices any more")
             self.prepare()
             order = {"start": next(self._numbers), "devices": devices, "limits": _plain(limits)}
             ours, theirs = socket.socketpair()
@@ -214,6 +217,7 @@ class Nursery:
 
     async def close(self) -> None:
         """End the process, and with it all executors. Bounded in time."""
+        self._is_closed = True
         with anyio.CancelScope(shield=True):
             await self._close()
 

@@ -189,9 +189,14 @@ class DeviceService:
             executor = await self._nursery.start(list(self._names), limits)
         finally:
             self._starting.discard(key)
+        if self._is_closed:
+            executor.kill()
+            raise _unknown()
         session = self._sessions[key] = ServerSession(
             request.peer, executor, limits, self._store, request.grant.quotas
         )
+        # Until a stream carries it: its client may be gone before it hears of it.
+        session.detached_at = anyio.current_time()
         self._endpoint.start_soon(session.run, lambda: self._sessions.pop(key, None))
         return session
 
