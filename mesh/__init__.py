@@ -6,6 +6,7 @@ Ways in::
     async with mesh.Node.client(ticket) as node:     # a program that only dials
     async with mesh.Node.worker() as node:           # a program that peers dial as well: a rank
     mesh.Node.embedded(key=..., authorizer=...)      # an async app: its own endpoint and policy
+    d = mesh.device(ticket, 0)                       # a `torch.device`: compute at a peer
 
 `mesh.blocking` has the same names for threads and notebooks. Names load on first use.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         deny_all,
     )
     from mesh import blocking, errors, rpc
+    from mesh.device.api import describe, device, devices
     from mesh.errors import AccessDenied, MeshError
     from mesh.home import Home
     from mesh.node import Node
@@ -53,6 +55,10 @@ __all__ = [
     "blocking",
     # remote calls
     "rpc",
+    # devices of peers
+    "device",
+    "devices",
+    "describe",
     # identity and policy
     "NodeId",
     "SecretKey",
@@ -84,6 +90,9 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "EndpointConfig": "transport",
             "blocking": "mesh.blocking",
             "rpc": "mesh.rpc",
+            "device": "mesh.device",
+            "devices": "mesh.device.api",
+            "describe": "mesh.device.api",
             "NodeId": "auth",
             "SecretKey": "auth",
             "Ticket": "auth",

@@ -47,6 +47,11 @@ command when the error ends it.
     │   ├── RpcTimeout               5  the time given for a call ran out
     │   ├── RefLost                  1  a remote reference whose value is gone
     │   └── RemoteException          1  the function raised what the caller has no class for
+    ├── DeviceError                  1  a device of a peer, or a tensor on it
+    │   ├── OperationFailed          1  an operation failed there; raised where its result is read
+    │   ├── SessionLost              3  the peer no longer has this program's tensors
+    │   ├── DeviceBusy               1  more is queued than may be, and this thread can't wait
+    │   └── UnsupportedOnDevice      2  what remote devices can't do
     └── NodeError                    1  a node can't do what was asked of it
         ├── HomeError                1  the state directory can't be used
         ├── NotRunning               3  no daemon runs in this home
@@ -77,6 +82,13 @@ if TYPE_CHECKING:
         RankLeft,
         RankLost,
         UnsupportedCollective,
+    )
+    from mesh.device.errors import (
+        DeviceBusy,
+        DeviceError,
+        OperationFailed,
+        SessionLost,
+        UnsupportedOnDevice,
     )
     from mesh.rpc.errors import (
         NotExposed,
@@ -125,6 +137,8 @@ __all__ = [
     "ConnectionClosed",
     "ConnectTimeout",
     "DeadlineExceeded",
+    "DeviceBusy",
+    "DeviceError",
     "EndpointLost",
     "GroupAborted",
     "HomeError",
@@ -137,6 +151,7 @@ __all__ = [
     "NoSuchTensor",
     "NotExposed",
     "NotRunning",
+    "OperationFailed",
     "PeerLost",
     "PickleRefused",
     "ProtocolError",
@@ -150,6 +165,7 @@ __all__ = [
     "RpcError",
     "RpcTimeout",
     "ServiceUnknown",
+    "SessionLost",
     "StreamReset",
     "Superseded",
     "TensorChanged",
@@ -161,6 +177,7 @@ __all__ = [
     "Unreachable",
     "Unsendable",
     "UnsupportedCollective",
+    "UnsupportedOnDevice",
     "UnsupportedTensor",
 ]
 
@@ -239,6 +256,16 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
                     "UnsupportedCollective",
                 ),
                 "mesh.collective.errors",
+            ),
+            **dict.fromkeys(
+                (
+                    "DeviceBusy",
+                    "DeviceError",
+                    "OperationFailed",
+                    "SessionLost",
+                    "UnsupportedOnDevice",
+                ),
+                "mesh.device.errors",
             ),
             **dict.fromkeys(
                 (

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import anyio
 
@@ -53,7 +53,7 @@ from transport import (
 if TYPE_CHECKING:
     from mesh.rpc import Agent
     from mesh.tensors import Tensors
-    from tensor_bridge import Lanes, LaneStatus
+    from tensor_bridge import Lanes, LaneStatus, TensorStore
 
 __all__ = ["Node"]
 
@@ -62,6 +62,13 @@ PROGRAM_LIFETIME = 7 * 86400.0
 
 POLL_SECONDS = 1.0
 """How often the file of authorized keys is looked at: a removed peer is cut off within this."""
+
+
+class Offer(Protocol):
+    """A service that holds something for peers."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return how full its tables are."""
 
 
 class Node:
@@ -105,6 +112,7 @@ class Node:
         self._tensors = _load_tensors() if tensors else None
         self._lanes: Lanes | None = None
         self._rpc: Agent | None = None
+        self._offers: list[Offer] = []
         self._shared_memory = shared_memory
         self._join = tuple(join)
         self._returns = Returns()
@@ -463,12 +471,26 @@ class Node:
         await self._lanes.meet(connection)
         return self._lanes.status(connection)
 
+    @property
+    def store(self) -> TensorStore | None:
+        """The tensors this node holds, its own and its peers'; None if it offers no such service.
+
+        For the node's own loop.
+        """
+        return None if self._tensors is None else self._tensors.store
+
     def table_sizes(self) -> dict[str, int]:
         """Return how full the node's tables are, to see that nothing leaks."""
         sizes = {"connections": len(self.endpoint.connections)}
         if self._tensors is not None:
             sizes |= self._tensors.sizes()
+        for offer in self._offers:
+            sizes |= offer.sizes()
         return sizes
+
+    def offer(self, service: Offer) -> None:
+        """Count what `service`, offered on this node's endpoint, holds among the node's tables."""
+        self._offers.append(service)
 
     async def _dial(
         self, where: PeerAddress, invite: bytes, timeout: float | None, *, once: bool = False

@@ -13,6 +13,10 @@ import transport.frames
 import transport.stream
 from auth import AccessDenied, SecretKey, SharedSecret, allow_any
 from mesh import Node
+from mesh.device import DeviceService
+from mesh.device.errors import SessionLost
+from mesh.device.handover import ARRIVED_CALL, Arrived
+from mesh.device.wire import DEVICES_CALL, SERVICE
 from tensor_bridge.lanes.shared.host import unavailable
 from transport import EndpointConfig, cbor
 
@@ -71,6 +75,22 @@ async def test_moves_and_calls_keep_to_the_schema(frames):
         assert any("lane" in (value.get("ok") or {}) for value in values)
 
 
+async def test_what_is_said_of_devices_keeps_to_the_schema(frames):
+    async with node() as client, node() as peer, DeviceService(peer.endpoint, ["cpu"]):
+        connection = await (await client.connect(peer.ticket())).connection()
+        assert len(await connection.call(DEVICES_CALL)) == 1
+        arrived = Arrived(bytes(16), 1, "ab" * 16)
+        with pytest.raises(SessionLost):
+            await connection.call(ARRIVED_CALL, arrived.encode())
+        opening = {"session": bytes(16), "received": 0, "new": False}
+        with pytest.raises(SessionLost):
+            await (await connection.open_stream(SERVICE, opening)).reply()
+    for data in frames:
+        SCHEMA.validate_cbor(data)
+    said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
+    assert said >= {"device.list", "device.arrived", "device.session"}
+
+
 async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
     secret = SharedSecret(bytes(32), scopes=["*"])
     one = Node.embedded(key=SecretKey.generate(), authorizer=secret, config=CONFIG, tensors=False)
@@ -99,6 +119,8 @@ async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
         {"s": "tensor.lane", "v": {"nonce": bytes(16), "marks": [bytes(32)] * 5}},
         {"err": {"why": "no code"}},
         {"moved": 1, "more": 2},
+        {"s": "device.session", "v": {"session": bytes(15), "received": 0, "new": True}},
+        {"s": "device.arrived", "v": {"session": bytes(16), "arrival": 1}},
     ],
 )
 def test_the_schema_refuses_other_frames(frame):

@@ -69,6 +69,15 @@ def up(
             help="Move tensors through memory shared with peers on this host, or all over QUIC.",
         ),
     ] = True,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Offer hardware to peers that are granted the scope 'device', such as cpu or "
+            "cuda:0; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
 ) -> None:
     """Run this machine's peer daemon, until Ctrl+C or `mesh down`."""
@@ -80,7 +89,7 @@ def up(
     parse_bind(bind).address()  # said before PyTorch is loaded, too
     config = EndpointConfig(bind=bind, advertise=tuple(advertise or ()), linger=running.LINGER)
     start = running.in_background if detach else running.in_foreground
-    raise typer.Exit(start(context.obj, config, shared_memory))
+    raise typer.Exit(start(context.obj, config, shared_memory, tuple(device or ())))
 
 
 def down(context: typer.Context) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from ipaddress import ip_address
 
@@ -44,15 +45,20 @@ _START_POLL = 0.05
 _SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP"))
 
 
-def in_foreground(home: Home, config: EndpointConfig, shared_memory: bool) -> int:
+def in_foreground(
+    home: Home, config: EndpointConfig, shared_memory: bool, devices: Sequence[str] = ()
+) -> int:
     """Run the daemon until a signal or ``mesh down``; return the exit code."""
     with held():
         home.create()
     # Made outside the loop: it imports torch.
-    return anyio.run(_serve, Daemon(home, config, shared_memory=shared_memory))
+    daemon = Daemon(home, config, shared_memory=shared_memory, devices=devices)
+    return anyio.run(_serve, daemon)
 
 
-def in_background(home: Home, config: EndpointConfig, shared_memory: bool) -> int:
+def in_background(
+    home: Home, config: EndpointConfig, shared_memory: bool, devices: Sequence[str] = ()
+) -> int:
     """Start the daemon as a process of its own and return once it can be reached."""
     home.create()
     command = [sys.executable, "-m", "mesh", "--home", str(home.path), "up", "--bind", config.bind]
@@ -60,6 +66,8 @@ def in_background(home: Home, config: EndpointConfig, shared_memory: bool) -> in
         command += ["--advertise", address]
     if not shared_memory:
         command.append("--no-shared-memory")
+    for device in devices:
+        command += ["--device", device]
     home.log_path.touch(mode=0o600)
     offset = home.log_path.stat().st_size
     with home.log_path.open("ab") as log:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -50,12 +50,19 @@ class Daemon:
         home: the state directory; made, with a key, if it is missing.
         config: addresses, limits, times.
         shared_memory: as in `mesh.Node.peer`.
+        devices: hardware to offer to peers with the scope ``device``, as torch names it.
     """
 
     def __init__(
-        self, home: Home, config: EndpointConfig | None = None, *, shared_memory: bool = True
+        self,
+        home: Home,
+        config: EndpointConfig | None = None,
+        *,
+        shared_memory: bool = True,
+        devices: Sequence[str] = (),
     ) -> None:
         self.home = home
+        self.devices = tuple(devices)
         self.node = Node.peer(home, config=config, shared_memory=shared_memory)
         self._stop = anyio.Event()
 
@@ -74,6 +81,7 @@ class Daemon:
 
         Raises:
             IdentityInUse: a daemon runs in this home already.
+            DeviceError: a device to offer is not here.
             AddressInUse, AddressError: the address to listen on can't be had.
             HomeError: the run file can't be written, or the peers book can't be read.
         """
@@ -86,6 +94,11 @@ class Daemon:
             node.endpoint.register_call("node.join", self._take_join, scope=ADMIN)
             StoreService(node.endpoint)  # where the ranks of jobs meet that name this machine
             node.endpoint.subscribe(observe)
+            if self.devices:
+                from mesh.device import DeviceService
+
+                service = DeviceService(node.endpoint, self.devices, store=node.store)
+                node.offer(await stack.enter_async_context(service))
             stack.enter_context(_run_file(self.home.run_path, node))
             tasks = await stack.enter_async_context(helpers())
             tasks.start_soon(keep_links, node, self.home.peers, refused)

@@ -236,11 +236,6 @@ class Link:
         """Return if the other side answers within `timeout` seconds; raise a `MeshError` if not."""
         await self._streams["control"].connection.ping(timeout)
 
-    @property
-    def gone(self) -> CollectiveError | None:
-        """Why nothing will come any more, if so."""
-        return self._gone
-
     def has_unmatched(self, channel: Channel) -> bool:
         """Return whether a message is there, or offered, for which no receive is posted."""
         incoming = self._incoming.get(channel)

@@ -10,7 +10,15 @@ import pytest
 import mesh.errors
 from auth import MeshError
 
-PACKAGES = ("auth", "transport", "tensor_bridge", "mesh.collective", "mesh.rpc", "mesh")
+PACKAGES = (
+    "auth",
+    "transport",
+    "tensor_bridge",
+    "mesh.collective",
+    "mesh.device",
+    "mesh.rpc",
+    "mesh",
+)
 LINE = re.compile(r"^    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(  \S.*)?$")
 WIDTH = len("├── ")
 

@@ -31,6 +31,9 @@ PUBLIC = {
     "any_of",
     "blocking",
     "deny_all",
+    "describe",
+    "device",
+    "devices",
     "errors",
     "rpc",
 }

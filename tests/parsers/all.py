@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.parsers import of_auth, of_mesh, of_rpc, of_tensor_bridge, of_transport
+from tests.parsers import of_auth, of_devices, of_mesh, of_rpc, of_tensor_bridge, of_transport
 from tests.parsers.parser import Parser
 
 __all__ = ["PARSERS"]
@@ -13,4 +13,5 @@ PARSERS: list[Parser] = [
     *of_tensor_bridge.PARSERS,
     *of_mesh.PARSERS,
     *of_rpc.PARSERS,
+    *of_devices.PARSERS,
 ]

@@ -56,6 +56,7 @@ EXEMPT = {
     "auth.shared_secret.SharedSecret.from_passphrase": "words of this machine's user",
     "mesh.rpc.passing.Incoming.unpack": "one item of a value: three ids and addresses, matched",
     "mesh.rpc.values.RefReader.unpack": "a protocol without a body",
+    "mesh.device.api.read": "asks a peer; what comes is read by mesh.device.wire.read_answer",
     "tensor_bridge.reading.read_into": "a client of the wire messages; raw bytes are not parsed",
     "transport.admission.Admission.receive_introduction": "reads a hello, by Hello.from_value",
     "transport.process.records.decode": "this node's own process; bounds in test_records.py",

@@ -1,0 +1,287 @@
+"""A session's way to its peer, in the event loop of a node: batches out, answers in, reconnects.
+
+Threads of the program hand batches over and go on; they wait only when a full window of them is on
+its way. When the connection breaks, the carrier opens another, and the session goes on where it
+was, for as long as the peer keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from auth import MeshError
+from mesh.device import wire
+from mesh.device.client.moving import Mover
+from mesh.device.client.session import Session
+from mesh.device.errors import DeviceError, SessionLost
+from mesh.device.link import Link
+from mesh.tasks import helpers
+from tensor_bridge.fields import Fields
+from transport import (
+    Backoff,
+    CborValue,
+    Connection,
+    ConnectionClosed,
+    DeadlineExceeded,
+    PeerLost,
+    Stream,
+    StreamReset,
+    Unreachable,
+)
+
+__all__ = ["TICK", "StreamCarrier"]
+
+MAX_QUEUED = 64
+"""Batches handed over and not in the link's window yet; who hands over more waits."""
+
+TICK = 0.001
+"""Seconds that an operation is queued at most while the program computes."""
+
+TICKS_AWAKE = 50
+"""Ticks without an operation after which the carrier sleeps, and the next one wakes it."""
+
+NAP = 0.1
+"""Seconds after which a sleeping carrier looks for handles to be released, which wake nobody."""
+
+PATIENCE = 10.0
+"""Seconds without a connection after which the session is given up. The peer keeps it longer."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+
+_BROKEN = (PeerLost, ConnectionClosed, StreamReset, Unreachable, DeadlineExceeded)
+
+_log = logging.getLogger("quicmesh.device")
+
+
+class StreamCarrier:
+    """Carries one session. Made and run in the loop; `send` is for every thread.
+
+    Args:
+        session: what is carried.
+        connect: returns an open connection with the peer.
+        patience: seconds without one after which all is lost.
+
+    Attributes:
+        number: what the peer knows the session by.
+        mover: how it takes part in moves between peers; None until it is set.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        connect: Callable[[], Awaitable[Connection]],
+        *,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._session = session
+        self._connect = connect
+        self._patience = patience
+        self.number = secrets.token_bytes(16)
+        self.mover: Mover | None = None
+        self._link = Link(self._take)
+        self._outbox: deque[bytes] = deque()
+        self._tasks: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
+        self._room = threading.Condition()
+        self._thread = threading.get_ident()
+        self._process = os.getpid()
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._is_closing = False
+        self._ended = anyio.Event()
+        self._first: tuple[Stream, int] | None = None
+        self.devices: list[dict[str, CborValue]] = []
+        """What the peer offers, known once it has begun."""
+
+    # -- for every thread
+
+    def send(self, batch: bytes, *, wait: bool) -> bool:
+        """Take a batch; see `session.Carrier`."""
+        with self._room:
+            if len(self._outbox) >= MAX_QUEUED:
+                if not wait:
+                    return False
+                self._room.wait_for(
+                    lambda: len(self._outbox) < MAX_QUEUED or self._session.error is not None
+                )
+            if self._session.error is not None:
+                raise self._session.lost()
+            self._outbox.append(batch)
+        self._stir()
+        return True
+
+    def is_in_loop(self) -> bool:
+        """Return whether this is the thread that sends, and so must not wait for that."""
+        return threading.get_ident() == self._thread
+
+    def check_waiting(self) -> None:
+        """Raise `DeviceError` in the loop's own thread: it would wait for itself."""
+        if self.is_in_loop():
+            raise DeviceError(
+                "reading from a device",
+                peer=self._session.label(),
+                why="a blocking read in the node's own event loop would wait for itself",
+                fix="Use: await mesh.device.read(tensor).",
+            )
+
+    def spawn(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `task` in the loop, for as long as the session lives."""
+        self._tasks.append(task)
+        self._stir()
+
+    def close(self) -> None:
+        """End the session at the peer, once everything queued was sent."""
+        self._is_closing = True
+        with self._room:
+            self._room.notify_all()
+        self._stir()
+
+    def _stir(self) -> None:
+        if os.getpid() == self._process:
+            with contextlib.suppress(OSError):  # full: it will wake; closed: it has ended
+                self._waker.send(b"\0")
+
+    # -- in the loop
+
+    async def begin(self) -> None:
+        """Open the session at the peer.
+
+        Raises:
+            AccessDenied, ServiceUnknown, LimitExceeded: the peer does not allow it.
+            Unreachable, DeadlineExceeded: there is no way to it.
+        """
+        try:
+            connection = await self._connect()
+            stream = await connection.open_stream(wire.SERVICE, self._opening(new=True))
+            try:
+                received = self._opened(await stream.reply())
+            except BaseException:
+                stream.reset()
+                raise
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._first = (stream, received)
+
+    async def run(self) -> None:
+        """Carry the session until it is closed or lost. Raises nothing but cancellation."""
+        try:
+            async with helpers() as tasks:
+                tasks.start_soon(self._pump, tasks)
+                await self._keep_carrying()
+            self._lose(SessionLost("use of a device", why="the session was closed"))
+        except MeshError as error:
+            self._lose(error)
+        except Exception as error:
+            _log.exception("a session with a device failed")
+            self._lose(DeviceError("use of a device", why=f"{type(error).__name__} in this node"))
+        finally:
+            self._lose(SessionLost("use of a device", why="its node was closed"))
+            self._close_sockets()
+            self._ended.set()
+
+    async def ended(self) -> None:
+        """Wait until it carries nothing any more."""
+        await self._ended.wait()
+
+    def _close_sockets(self) -> None:
+        self._wake.close()
+        self._waker.close()
+
+    def _lose(self, error: MeshError) -> None:
+        self._session.fail(error)
+        with self._room:
+            self._outbox.clear()
+            self._room.notify_all()
+
+    async def _keep_carrying(self) -> None:
+        assert self._first is not None, "begin comes first"
+        stream, received = self._first
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        broken_at = math.inf
+        while True:
+            try:
+                async with stream:
+                    backoff.reset()
+                    await self._link.carry(stream, received)
+                return
+            except _BROKEN as error:
+                broken_at, cause = anyio.current_time(), error
+            while True:
+                if self._session.error is not None:
+                    return
+                if anyio.current_time() - broken_at > self._patience:
+                    raise cause
+                try:
+                    with anyio.fail_after(self._patience):
+                        connection = await self._connect()
+                        stream = await connection.open_stream(
+                            wire.SERVICE, self._opening(new=False)
+                        )
+                        received = self._opened(await stream.reply())
+                    break
+                except (*_BROKEN, TimeoutError):
+                    await anyio.sleep(backoff.pause())
+
+    def _opening(self, *, new: bool) -> CborValue:
+        return {"session": self.number, "received": self._link.received, "new": new}
+
+    def _opened(self, reply: CborValue) -> int:
+        fields = Fields(reply, "beginning of a session with a device")
+        received = fields.integer("received")
+        self.devices = [each for each in fields.items("devices", 1024) if isinstance(each, dict)]
+        fields.finish()
+        return received
+
+    async def _take(self, payload: bytearray) -> None:
+        if payload:
+            self._session.answered(memoryview(payload))
+
+    async def _pump(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Move batches from the threads to the link, and what is queued into batches."""
+        session = self._session
+        quiet = 0
+        while True:
+            while self._tasks:
+                tasks.start_soon(self._tasks.popleft())
+            while self._outbox:
+                await self._link.post(self._outbox[0])
+                with self._room:
+                    self._outbox.popleft()
+                    self._room.notify_all()
+                quiet = 0
+            if session.error is not None and not self._is_closing:
+                return
+            if session.queue:
+                with contextlib.suppress(MeshError):
+                    if session.flush(wait=False):
+                        quiet = 0
+                        continue
+            elif self._is_closing:
+                await self._link.post(b"")
+                return
+            quiet += 1
+            asleep = quiet > TICKS_AWAKE
+            if asleep and session.error is None:
+                session.limit = 1
+                if session.queue:  # queued before its thread could see that
+                    continue
+            await self._rest(NAP if asleep else TICK)
+
+    async def _rest(self, seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            await anyio.wait_readable(self._wake)
+            with contextlib.suppress(BlockingIOError):
+                self._wake.recv(4096)

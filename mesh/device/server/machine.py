@@ -1,0 +1,523 @@
+"""Runs what a client orders, on tensors that nobody else can touch.
+
+The client is a stranger: whatever it sends is checked before torch sees it, and what fails poisons
+the handles it was to make or write to. Whoever reads one of those is told what failed. Operations
+run in the order they come in, on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from auth import MeshError
+from mesh.device import wire
+from mesh.device.errors import DeviceError, OperationFailed
+from mesh.device.server.program import Made, Program
+from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
+from tensor_bridge.codec import memory_order
+from transport import CborValue, LimitExceeded, ProtocolError
+
+__all__ = ["Machine", "MachineLimits"]
+
+Reply = Callable[[bytes], object]
+
+MAX_VIEWS = 16
+"""Views of one storage that are kept made: a weight is used in two or three."""
+
+MAX_REASON = 400
+"""Characters of an operator's own message that are passed on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MachineLimits:
+    """How much one session may hold.
+
+    Attributes:
+        max_bytes: of all storages.
+        max_handles: storages.
+        max_templates: templates defined and not forgotten.
+    """
+
+    max_bytes: int = 8 << 30
+    max_handles: int = 1 << 20
+    max_templates: int = 1 << 16
+
+
+class _Slot:
+    """One storage."""
+
+    __slots__ = ("base", "device", "geometry", "nbytes", "views")
+
+    def __init__(self, base: torch.Tensor, geometry: wire.Geometry | None, device: int) -> None:
+        self.base = base
+        self.geometry = geometry
+        self.device = device
+        self.nbytes = base.untyped_storage().nbytes()
+        self.views: dict[wire.Geometry, torch.Tensor] | None = None
+
+
+class _Poisoned(Exception):
+    """A tensor was to be used that does not exist because an operation has failed."""
+
+    def __init__(self, failure: wire.Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+class Machine:
+    """The handles and templates of one session.
+
+    Args:
+        devices: what the client's device numbers stand for; one may be there several times, each
+            with random numbers of its own.
+        limits: how much it may hold.
+
+    Attributes:
+        operations: how many were run.
+        used: bytes of all storages.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], limits: MachineLimits | None = None
+    ) -> None:
+        self.limits = limits or MachineLimits()
+        self.operations = 0
+        self.used = 0
+        self._random = _RandomStates(devices)
+        self._devices = tuple(devices)
+        self._slots: dict[int, _Slot | wire.Failure] = {}
+        self._programs: dict[int, Program] = {}
+        self._known: dict[wire.Geometry, wire.Geometry] = {}
+        self._own: dict[str, Callable[[int, Program, Sequence[Any], Reply], None]] = {
+            wire.READ: self._read,
+            wire.WAIT: self._wait,
+            wire.GET_RNG: self._get_random,
+        }
+
+    @property
+    def handles(self) -> int:
+        """How many handles there are, the poisoned included."""
+        return len(self._slots)
+
+    @property
+    def templates(self) -> int:
+        """How many templates there are."""
+        return len(self._programs)
+
+    def execute(self, batch: memoryview, reply: Reply) -> None:
+        """Run a batch to its end, and hand answers to `reply` as they come.
+
+        Raises:
+            ProtocolError, LimitExceeded: the session can't go on: what the client has sent is no
+                batch, or makes more of something than it may.
+        """
+        run, programs = self._run, self._programs
+        with torch.inference_mode():
+            for message in wire.read_batch(batch, self._layout):
+                if type(message) is wire.Run:  # nearly all of them
+                    run(programs[message.template], message.values)
+                    continue
+                match message:
+                    case wire.Release(handles):
+                        self._release(handles)
+                    case wire.Ask(request, number, values):
+                        self._ask(request, programs[number], values, reply)
+                    case wire.Define(number, template):
+                        self._define(number, template)
+                    case wire.Write(handle, offset, data):
+                        self._write(handle, offset, data)
+                    case wire.Seed(device, value):
+                        self._random.seed(self._check_device(device), value)
+                    case wire.Forget(number):
+                        self._forget(number)
+                    case wire.Poison(handle, error):
+                        self._replace(handle, wire.Failure(error))
+
+    # -- operations
+
+    def _run(self, program: Program, values: Sequence[Any]) -> None:
+        self.operations += 1
+        name = program.template.name
+        try:
+            if name.startswith("mesh::"):
+                self._run_own(program, values)
+                return
+            results = self._call(program, values)
+            outputs = program.template.outputs
+            if outputs is None:
+                raise _bad("an operation whose results only it can tell was not asked")
+            if outputs:
+                self._keep(program, values, results)
+        except (ProtocolError, LimitExceeded):
+            raise
+        except _Poisoned as poisoned:
+            self._poison(program, values, poisoned.failure)
+        except Exception as error:
+            self._poison(program, values, self._failure(program, values, error))
+
+    def _call(self, program: Program, values: Sequence[Any]) -> list[Any]:
+        """Call the operator and return its results, lists laid out flat."""
+        self._check_made(program, values)
+        if self.used + program.nbytes > self.limits.max_bytes:
+            raise self._no_room(program.nbytes)
+        tensors = list(map(self._view, values, program.tensors))
+        args, kwargs = program.arguments(tensors, values)
+        if program.is_random:
+            self._random.enter(program.template.device)
+        result = program.operator(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return [result]
+        return list(_flat(result))
+
+    def _keep(self, program: Program, values: Sequence[Any], results: list[Any]) -> None:
+        start = len(program.tensors)
+        for index, made in enumerate(program.made):
+            result = results[made.position] if made.position < len(results) else None
+            if program.aliases is None or program.takes_numbers:  # which may decide about it
+                program.aliases = self._finds_aliases(results, values[:start])
+            handle = values[start + index]
+            try:
+                self._add(handle, self._settled(program, made, result), made.geometry, program)
+            except (DeviceError, QuotaExceeded) as error:
+                # The other results are what they should be; this one may be of no use to anybody.
+                self._replace(handle, wire.Failure(error, program.template.name, handle))
+
+    def _settled(self, program: Program, made: Made, result: object) -> torch.Tensor:
+        """Return `result` as the client expects it: alone in its storage, laid out as agreed."""
+        if not isinstance(result, torch.Tensor):
+            raise _unexpected("it made no tensor where one was expected")
+        if result.shape != made.shape or result.dtype is not made.dtype:
+            raise _unexpected(
+                f"it made {tuple(result.shape)} of {result.dtype} where {made.shape} of "
+                f"{made.dtype} was expected"
+            )
+        if result.is_conj() or result.is_neg():
+            result = result.resolve_conj().resolve_neg()
+        fits = result.stride() == made.strides and result.storage_offset() == 0
+        if fits and not program.aliases:
+            return result
+        fresh = self._zeros(made.geometry, made.nbytes, program.device)
+        fresh.copy_(result)
+        return fresh
+
+    def _finds_aliases(self, results: Sequence[Any], handles: Sequence[int]) -> bool:
+        """Return whether any result shares memory with another, or with what went in."""
+        seen = {
+            slot.base.untyped_storage().data_ptr()
+            for handle in handles
+            if isinstance(slot := self._slots.get(handle), _Slot)
+        }
+        for result in results:
+            if isinstance(result, torch.Tensor) and (
+                address := result.untyped_storage().data_ptr()
+            ):
+                if address in seen:
+                    return True
+                seen.add(address)
+        return False
+
+    def _add(
+        self,
+        handle: int,
+        tensor: torch.Tensor,
+        geometry: wire.Geometry | None,
+        program: Program,
+    ) -> None:
+        slot = _Slot(tensor, geometry, program.template.device)
+        if self.used + slot.nbytes > self.limits.max_bytes:
+            raise self._no_room(slot.nbytes)
+        self.used += slot.nbytes
+        self._slots[handle] = slot
+
+    def _view(self, handle: int, geometry: wire.Geometry) -> torch.Tensor:
+        slot = self._slots.get(handle)
+        if type(slot) is not _Slot:
+            if isinstance(slot, wire.Failure):
+                raise _Poisoned(slot)
+            raise _bad(f"there is no handle {handle}")
+        if slot.geometry is geometry:
+            return slot.base
+        views = slot.views
+        if views is not None:
+            view = views.get(geometry)
+            if view is not None:
+                return view
+        view = self._make_view(slot, geometry)
+        if views is None:
+            slot.views = {geometry: view}
+        elif len(views) < MAX_VIEWS:
+            views[geometry] = view
+        return view
+
+    def _make_view(self, slot: _Slot, geometry: wire.Geometry) -> torch.Tensor:
+        if geometry.span > slot.nbytes:
+            raise _bad(f"a tensor ends at byte {geometry.span} of a storage of {slot.nbytes}")
+        if geometry.dtype is slot.base.dtype:
+            return slot.base.as_strided(geometry.shape, geometry.strides, geometry.offset)
+        return _over(slot.base, geometry)
+
+    def _release(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            slot = self._slots.pop(handle, None)
+            if type(slot) is _Slot:
+                self.used -= slot.nbytes
+
+    # -- failures
+
+    def _poison(self, program: Program, values: Sequence[Any], failure: wire.Failure) -> None:
+        """Have whatever the operation was to make or to write to tell of its failure."""
+        start = len(program.tensors)
+        made = values[start : start + program.count]
+        for handle in (*made, *(values[index] for index in program.written)):
+            self._replace(handle, failure)
+
+    def _replace(self, handle: int, failure: wire.Failure) -> None:
+        """Have `handle` tell of `failure`, unless it tells of another already."""
+        slot = self._slots.get(handle)
+        if type(slot) is _Slot:
+            self.used -= slot.nbytes
+        elif slot is None and len(self._slots) >= self.limits.max_handles:
+            raise self._too_many()
+        if not isinstance(slot, wire.Failure):
+            self._slots[handle] = failure
+
+    def _check_made(self, program: Program, values: Sequence[Any]) -> None:
+        """Raise unless the handles that an operation makes are new, and there is room for them.
+
+        Raises:
+            ProtocolError, LimitExceeded: the session can't go on.
+        """
+        slots = self._slots
+        start = len(program.tensors)
+        for handle in values[start : start + program.count]:
+            if handle in slots:
+                raise _bad(f"handle {handle} is taken")
+        if len(slots) + program.count > self.limits.max_handles:
+            raise self._too_many()
+
+    def _failure(self, program: Program, values: Sequence[Any], error: Exception) -> wire.Failure:
+        name = program.template.name
+        start = len(program.tensors)
+        made = values[start : start + program.count] or [values[i] for i in program.written]
+        if not isinstance(error, MeshError):
+            reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+            error = OperationFailed(f"operation {name}", why=reason)
+        return wire.Failure(error, name, int(made[0]) if made else 0)
+
+    # -- what is answered
+
+    def _ask(self, request: int, program: Program, values: Sequence[Any], reply: Reply) -> None:
+        try:
+            own = self._own.get(program.template.name)
+            if own is not None:
+                own(request, program, values, reply)
+            else:
+                self.operations += 1
+                reply(wire.answer(request, self._describe(program, values)))
+        except (ProtocolError, LimitExceeded):
+            raise
+        except _Poisoned as poisoned:
+            reply(wire.failure(request, poisoned.failure))
+        except Exception as error:
+            reply(wire.failure(request, self._failure(program, values, error)))
+
+    def _describe(self, program: Program, values: Sequence[Any]) -> CborValue:
+        """Run an operation whose results only it can tell, and return what they are."""
+        results = self._call(program, values)
+        if len(results) == 1 and isinstance(results[0], bool | int | float):
+            return results[0]
+        start = len(program.tensors)
+        handles = values[start : start + program.count]
+        if len(results) != len(handles):
+            raise _unexpected(f"it made {len(results)} tensors where {len(handles)} were expected")
+        described: list[CborValue] = []
+        for handle, result in zip(handles, results, strict=True):
+            # Results of unknown size have been made by now; the limit of memory has held so far.
+            kept = result.resolve_conj()
+            dense = memory_order(kept.shape, kept.stride()) is not None
+            if not dense or kept.storage_offset() or self._finds_aliases([kept], values[:start]):
+                kept = kept.clone(memory_format=torch.contiguous_format)
+            self._add(handle, kept, None, program)
+            described.append(wire.result_value(kept))
+        return described
+
+    def _read(self, request: int, program: Program, values: Sequence[Any], reply: Reply) -> None:
+        (geometry,) = program.tensors
+        tensor = self._view(values[0], geometry).contiguous().cpu()
+        data = tensor_bytes(tensor) if tensor.numel() else memoryview(b"")
+        for start in range(0, max(len(data), 1), CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            reply(wire.data_answer(request, part, last=start + CHUNK_BYTES >= len(data)))
+
+    def _wait(self, request: int, program: Program, values: Sequence[Any], reply: Reply) -> None:
+        reply(wire.answer(request, {"used": self.used, "handles": len(self._slots)}))
+
+    def _get_random(
+        self, request: int, program: Program, values: Sequence[Any], reply: Reply
+    ) -> None:
+        reply(wire.answer(request, self._random.get(program.template.device)))
+
+    # -- the rest
+
+    def _run_own(self, program: Program, values: Sequence[Any]) -> None:
+        self._check_made(program, values)
+        if self.used + program.nbytes > self.limits.max_bytes:
+            raise self._no_room(program.nbytes)
+        if program.template.name == wire.ALLOCATE:
+            (made,) = program.made
+            self._add(
+                values[0],
+                self._zeros(made.geometry, made.nbytes, program.device),
+                made.geometry,
+                program,
+            )
+        elif program.template.name == wire.MOVE:
+            (made,) = program.made
+            source = self._view(values[0], program.tensors[0])
+            if source.shape != made.shape or source.dtype is not made.dtype:
+                raise _bad("a copy differs from what it is a copy of")
+            copy = self._zeros(made.geometry, made.nbytes, program.device).copy_(source)
+            self._add(values[1], copy, made.geometry, program)
+        elif program.template.name == wire.SET_RNG:
+            state = self._view(values[0], program.tensors[0])
+            self._random.set(program.template.device, state)
+        else:
+            raise _bad("what only answers was not asked")
+
+    def _define(self, number: int, template: wire.Template) -> None:
+        if number in self._programs:
+            raise _bad(f"template {number} is there already")
+        if len(self._programs) >= self.limits.max_templates:
+            raise LimitExceeded(
+                "definition of a template",
+                why=f"this session has {self.limits.max_templates} already",
+                fix="Forget some.",
+            )
+        device = self._devices[self._check_device(template.device)]
+        self._programs[number] = Program(template, device, self._intern)
+
+    def _forget(self, number: int) -> None:
+        if self._programs.pop(number, None) is None:
+            raise _bad(f"template {number} was not defined")
+        if not self._programs:
+            self._known.clear()
+
+    def _write(self, handle: int, offset: int, data: memoryview) -> None:
+        slot = self._slots.get(handle)
+        if slot is None:
+            raise _bad(f"there is no handle {handle}")
+        if type(slot) is not _Slot or not data:
+            return  # poisoned: whoever reads it is told
+        if offset + len(data) > slot.nbytes:
+            raise _bad(f"bytes up to {offset + len(data)} of a storage of {slot.nbytes}")
+        target = _over(slot.base, wire.Geometry(torch.uint8, (len(data),), (1,), offset))
+        target.copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def _zeros(self, geometry: wire.Geometry, nbytes: int, device: torch.device) -> torch.Tensor:
+        flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return _over(flat, geometry)
+
+    def _layout(self, number: int) -> wire.Layout | None:
+        program = self._programs.get(number)
+        return None if program is None else program.layout
+
+    def _intern(self, geometry: wire.Geometry) -> wire.Geometry:
+        """Return the one object that stands for `geometry`, so that comparing is looking."""
+        return self._known.setdefault(geometry, geometry)
+
+    def _check_device(self, device: int) -> int:
+        if device >= len(self._devices):
+            raise _bad(f"there is no device {device}")
+        return device
+
+    def _no_room(self, nbytes: int) -> QuotaExceeded:
+        return QuotaExceeded(
+            f"allocation of {nbytes} bytes on a device",
+            why=f"{max(0, self.limits.max_bytes - self.used)} of {self.limits.max_bytes} bytes "
+            "are left for this session",
+            fix="Let go of tensors that are not needed any more, or ask for a larger quota.",
+        )
+
+    def _too_many(self) -> LimitExceeded:
+        return LimitExceeded(
+            "tensors on a device",
+            why=f"this session has {self.limits.max_handles} storages already",
+            fix="Let go of tensors that are not needed any more.",
+        )
+
+
+class _RandomStates:
+    """Random numbers for each device of a client, also where several are the same hardware.
+
+    torch's default generators are what every operator draws from; they have the state of one device
+    at a time.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._states: dict[int, torch.Tensor] = {}
+        self._present: dict[torch.device, int] = {}
+
+    def enter(self, device: int) -> None:
+        """Have the default generator of the hardware be that of `device`."""
+        hardware = self._devices[device]
+        present = self._present.get(hardware)
+        if present == device:
+            return
+        generator = _default_generator(hardware)
+        if present is not None:
+            self._states[present] = generator.get_state()
+        self._present[hardware] = device
+        state = self._states.pop(device, None)
+        if state is not None:
+            generator.set_state(state)
+        else:
+            generator.seed()
+
+    def seed(self, device: int, value: int) -> None:
+        """Start over from `value`."""
+        self.enter(device)
+        _default_generator(self._devices[device]).manual_seed(value)
+
+    def get(self, device: int) -> bytes:
+        """Return the state."""
+        self.enter(device)
+        return bytes(tensor_bytes(_default_generator(self._devices[device]).get_state()))
+
+    def set(self, device: int, state: torch.Tensor) -> None:
+        """Go on from `state`, which torch checks."""
+        self.enter(device)
+        _default_generator(self._devices[device]).set_state(state.cpu().contiguous())
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _over(base: torch.Tensor, geometry: wire.Geometry) -> torch.Tensor:
+    """Return a tensor of `geometry`, which was found to fit, over the storage of `base`."""
+    alias = torch.empty(0, dtype=geometry.dtype, device=base.device)
+    return alias.set_(base.untyped_storage(), geometry.offset, geometry.shape, geometry.strides)
+
+
+def _flat(results: Any) -> Iterator[Any]:
+    if isinstance(results, list | tuple):
+        for result in results:
+            yield from _flat(result)
+    else:
+        yield results
+
+
+def _unexpected(why: str) -> DeviceError:
+    return DeviceError("operation on a device", why=why)
+
+
+def _bad(why: str) -> ProtocolError:
+    return ProtocolError("an operation on a device", why=why)

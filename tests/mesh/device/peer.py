@@ -1,0 +1,91 @@
+"""A peer that offers devices, as a process of its own; and programs that use them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+
+import anyio
+
+from auth import Grant, Quotas, SecretKey, Ticket, allow_any
+from auth.authorizer import AccessRequest
+from mesh import Node, blocking
+from mesh.device import DeviceLimits, DeviceService
+from mesh.device.server.executor import ExecutorLimits
+from mesh.device.server.machine import MachineLimits
+from tests.programs import Program
+from transport import EndpointConfig
+
+__all__ = ["CONFIG", "Peer", "client", "peer"]
+
+CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=1.0, linger=0.5)
+
+
+class Peer:
+    """A peer in another process."""
+
+    def __init__(self, program: Program, ticket: Ticket) -> None:
+        self.program = program
+        self.ticket = ticket
+
+    def sizes(self) -> dict[str, int]:
+        """Ask for its tables."""
+        assert self.program.stdin is not None
+        assert self.program.stdout is not None
+        self.program.stdin.write("sizes\n")
+        self.program.stdin.flush()
+        found: dict[str, int] = json.loads(self.program.stdout.readline())
+        return found
+
+
+@contextlib.contextmanager
+def peer(*, devices: int = 2, lease: float = 30.0, max_bytes: int = 1 << 30) -> Iterator[Peer]:
+    """Run a peer for the block."""
+    arguments = ["-m", "tests.mesh.device.peer", str(devices), str(lease), str(max_bytes)]
+    with Program(arguments, stdin=True, stderr=False) as program:
+        assert program.stdout is not None
+        try:
+            line = program.stdout.readline()
+            if not line.startswith("mesh1"):
+                raise RuntimeError(line + program.stdout.read())
+            yield Peer(program, Ticket.decode(line.strip()))
+        finally:
+            program.kill()
+
+
+def client() -> blocking.Node:
+    """A program's node, not open yet."""
+    return blocking.Node.embedded(
+        key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG, tensors=False
+    )
+
+
+class _Admit:
+    """Lets everybody in for devices, with a quota."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._grant = Grant(frozenset({"device", "tensor"}), quotas=Quotas(max_bytes=max_bytes))
+
+    async def authorize(self, request: AccessRequest) -> Grant:
+        return self._grant
+
+
+async def _serve(devices: int, lease: float, max_bytes: int) -> None:
+    node = Node.embedded(
+        key=SecretKey.generate(), authorizer=_Admit(max_bytes), config=CONFIG, tensors=True
+    )
+    executor = ExecutorLimits(machine=MachineLimits(max_bytes=4 << 30), batch_seconds=5.0)
+    limits = DeviceLimits(executor=executor, lease=lease)
+    async with node:
+        offer = DeviceService(node.endpoint, ["cpu"] * devices, limits, store=node.store)
+        async with offer as service:
+            node.offer(service)
+            print(node.ticket().encode(), flush=True)
+            while await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
+                print(json.dumps(node.table_sizes()), flush=True)
+
+
+if __name__ == "__main__":
+    anyio.run(_serve, int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,150 @@
+"""Tensors move between devices of two peers, and no element passes through the client."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mesh
+from mesh import blocking
+from mesh.device.client.tensors import device_of, devices
+from mesh.errors import MeshError
+from tests.mesh.device.peer import Peer, client, peer
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[tuple[Peer, Peer]]:
+    with peer(devices=1) as one, peer(devices=1, max_bytes=64 << 20) as other:
+        yield one, other
+
+
+@pytest.fixture
+def node() -> Iterator[blocking.Node]:
+    with client() as opened:
+        yield opened
+        gc.collect()
+    devices.clear()
+
+
+@pytest.fixture
+def pair(peers: tuple[Peer, Peer], node: blocking.Node) -> tuple[torch.device, torch.device]:
+    one, other = (mesh.device(each.ticket, node=node) for each in peers)
+    return one, other
+
+
+def moved_bytes(node: blocking.Node) -> int:
+    """Bytes of UDP payload that this program has sent and received."""
+
+    async def count() -> int:
+        infos = [connection.info for connection in node.endpoint.connections]
+        return sum(info.bytes_sent + info.bytes_received for info in infos)
+
+    return node.run(count)
+
+
+@pytest.mark.parametrize("mebibytes", [4, pytest.param(48, marks=pytest.mark.slow)])
+def test_no_element_passes_through_the_client(
+    mebibytes: int, pair: tuple[torch.device, torch.device], node: blocking.Node
+) -> None:
+    one, other = pair
+    x = torch.arange(mebibytes << 18, dtype=torch.float32, device=one).view(2, -1).t()
+    assert x[5, 0].item() == 5
+    assert torch.ones(1, device=other).item() == 1
+    before = moved_bytes(node)
+    y = x.to(other)
+    x.zero_()  # after the move, whenever that is
+    total = (y * 2).sum(dtype=torch.float64).item()
+    assert moved_bytes(node) - before < 64 << 10
+    n = mebibytes << 18
+    assert total == n * (n - 1)
+    assert y.device == other
+
+
+def test_moves_keep_the_order_of_both_sides(
+    pair: tuple[torch.device, torch.device], peers: tuple[Peer, Peer]
+) -> None:
+    one, other = pair
+    a = torch.ones(3, device=one)
+    b = torch.ones(3, device=other)
+    for step in range(5):
+        c = a.to(other)
+        a.add_(1)
+        b.add_(c)
+        d = b.to(one)
+        b.mul_(2)
+        a.add_(d)
+        b.sub_(step)
+    a1, b1 = torch.ones(3), torch.ones(3)
+    for step in range(5):
+        c1 = a1.clone()
+        a1.add_(1)
+        b1.add_(c1)
+        d1 = b1.clone()
+        b1.mul_(2)
+        a1.add_(d1)
+        b1.sub_(step)
+    assert torch.equal(a.cpu(), a1)
+    assert torch.equal(b.cpu(), b1)
+    assert torch.empty(0, 3, device=one).to(other).shape == (0, 3)
+    deadline = time.monotonic() + 5
+    while any(each.sizes()["tensors"] for each in peers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_model_over_two_peers(pair: tuple[torch.device, torch.device]) -> None:
+    one, other = pair
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+    x = torch.randn(3, 4)
+    expected = second(first(x).relu())
+    expected.sum().backward()
+    gradient = first.weight.grad.clone()
+    first.zero_grad()
+    first.to(one)
+    second.to(other)
+    y = second(first(x.to(one)).relu().to(other))
+    y.sum().backward()
+    assert torch.equal(y.detach().cpu(), expected.detach())
+    assert torch.equal(first.weight.grad.cpu(), gradient)
+
+
+def test_errors_of_either_side_are_told_to_who_reads(
+    pair: tuple[torch.device, torch.device],
+) -> None:
+    one, other = pair
+    bad = torch.ones(3, device=one).index_select(0, torch.tensor([9]).to(one))
+    y = bad.to(other) + 1
+    big = torch.zeros(65 << 20, dtype=torch.uint8, device=one)
+    z = big.to(other)
+    with pytest.raises(MeshError, match="index out of range"):
+        y.cpu()
+    with pytest.raises(MeshError, match="bytes are left"):
+        z.cpu()
+    assert torch.ones(1, device=one).to(other).item() == 1
+
+
+@pytest.mark.slow  # starts one more peer
+def test_a_peer_that_dies_under_a_move(node: blocking.Node, peers: tuple[Peer, Peer]) -> None:
+    other = mesh.device(peers[0].ticket, node=node)
+    with peer(devices=1) as victim:
+        one = mesh.device(victim.ticket, node=node)
+        x = torch.ones(4 << 20, device=one)
+        assert x[0].item() == 1
+        y = x.to(other)
+        device_of(one).session.carrier._patience = 0.5  # type: ignore[union-attr]
+        victim.program.kill()
+        after = torch.ones(1, device=other) + 1
+        with pytest.raises(MeshError):
+            _move_without_end(x, y)
+        assert after.item() == 2
+
+
+def _move_without_end(x: torch.Tensor, y: torch.Tensor) -> None:
+    while True:  # the first may have come just in time
+        y = y + x.to(y.device)
+        y.sum().item()
