@@ -21,6 +21,7 @@ from mesh.collective import (
     RankLost,
     Signature,
 )
+from mesh.collective.host import header
 from mesh.distributed import forming, wire
 from mesh.peerbook import KnownPeer, _parse, suggest_petname
 from mesh.runfile import RunFile
@@ -41,6 +42,7 @@ GROUP_SIZE = 8
 
 _literals = st.tuples(st.ip_addresses().map(str), st.integers(1, 65535))
 _counts = st.integers(0, (1 << 62) - 1)
+_words = st.text("abc_ ", max_size=20)
 _channels = st.integers(-1, (1 << 62) - 1)
 _headers = st.builds(
     Header,
@@ -217,6 +219,21 @@ PARSERS = [
         write=lambda request: wire.request_value(*request),
         read=wire.parse_request,
         refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="mesh.host_call",
+        covers=("mesh.collective.host.header.decode_call",),
+        form="bytes",
+        values=st.tuples(
+            st.builds(Signature, _words, _words, st.none() | _counts, _words),
+            st.integers(0, (1 << 64) - 1),
+        ),
+        write=lambda call: header.call(*call).ljust(header.CALL_BYTES, b"\0"),
+        read=lambda data: header.decode_call(
+            data.ljust(header.CALL_BYTES, b"\0")[: header.CALL_BYTES]
+        ),
+        refuses=(ValueError,),
+        is_canonical=False,  # what lies behind the text is of an earlier call
     ),
     Parser(
         name="mesh.collective_message",
