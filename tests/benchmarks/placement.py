@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -42,9 +43,7 @@ def training_step() -> Step:
     for each in model.parameters():
         bucket = flat[at : at + each.numel()]
         at += each.numel()
-        each.register_post_accumulate_grad_hook(
-            lambda p, bucket=bucket: bucket.copy_(p.grad.view(-1))
-        )
+        each.register_post_accumulate_grad_hook(_copier(bucket))
     inputs = torch.randn(64, 256)
 
     def step() -> None:
@@ -55,6 +54,13 @@ def training_step() -> Step:
     for _ in range(20):
         step()
     return step
+
+
+def _copier(bucket: Any) -> Callable[[Any], None]:
+    def copy(parameter: Any) -> None:
+        bucket.copy_(parameter.grad.view(-1))
+
+    return copy
 
 
 def speed(step: Step | None, seconds: float) -> float:

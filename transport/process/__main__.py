@@ -15,8 +15,7 @@ from transport.process.server import Server
 
 NICE = 5
 """A program that computes goes first where processors are few: beside a transfer at full rate on
-two of them a training step keeps four fifths of its speed, without this a half, and the transfer is
-no slower by much."""
+two of them a training step keeps three quarters of its speed and more, without this a half."""
 
 
 class _ToProgram(logging.Handler):
