@@ -90,13 +90,11 @@ async def test_everything_crosses_and_nothing_is_left_behind() -> None:
         assert await back.call("echo", "back") == "back"
         assert 0 < await connection.ping() < 3
         data = os.urandom(100_000) * 53
-        async with (
-            await connection.open_stream("mirror") as stream,
-            anyio.create_task_group() as tg,
-        ):
-            tg.start_soon(stream.send_lent, memoryview(data))
+        async with await connection.open_stream("mirror") as stream:
             room = memoryview(bytearray(len(data)))
-            await stream.receive_into(room)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stream.send_lent, memoryview(data))
+                await stream.receive_into(room)
             assert room == data
             await stream.send(b"x" * 300_000)
             assert await stream.receive_exactly(300_000) == b"x" * 300_000
