@@ -23,7 +23,8 @@ from transport.engine import EventHandler, InboundHandler, Link, LinkHandler
 from transport.errors import EndpointLost, ProtocolError
 from transport.process.channel import Channel
 from transport.process.memory import SharedMemory
-from transport.process.mirror import MirrorLink, Piece
+from transport.process.mirror import MirrorLink
+from transport.process.mirror_stream import Piece
 from transport.process.records import MAX_PACKET, MAX_PAYLOAD, Kind, Record, encode
 from transport.process.setup import map_of
 from transport.process.spawn import Child, spawn

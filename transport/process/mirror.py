@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
 
 from auth import IdentityError, MeshError, NodeId, SocketAddress
 from transport.addresses import format_address, parse_address
 from transport.cbor import decode as decode_cbor
 from transport.errors import ProtocolError
 from transport.process.memory import SharedMemory
+from transport.process.mirror_stream import Landing, Loan, MirrorStream, Piece
 from transport.process.records import (
     ADMIT,
     FACTS,
@@ -32,7 +32,6 @@ from transport.process.records import (
     encode,
 )
 from transport.protocol import StreamCore
-from transport.protocol.batch import ReceivePart
 from transport.protocol.events import (
     ConnectionEnded,
     EndedBy,
@@ -44,7 +43,7 @@ from transport.protocol.events import (
     StreamsAvailable,
 )
 
-__all__ = ["MirrorLink", "MirrorStream"]
+__all__ = ["MirrorLink"]
 
 BULK_BYTES = 1 << 17
 """From this size on, bytes take shared memory: below, to send them costs less than to say where
@@ -64,82 +63,6 @@ FED_AT_ONCE = 2
 
 OWED_PART = 4
 """The process learns of what was consumed once that is this part of a stream's window."""
-
-
-Piece: TypeAlias = tuple[int, int]
-"""Where a piece of shared memory begins, and its size."""
-
-
-class MirrorStream(StreamCore):
-    """What the program knows of one stream."""
-
-    __slots__ = ("acked", "landing", "loan", "owed", "wanted", "written")
-
-    def __init__(self, stream_id: int) -> None:
-        super().__init__(stream_id, ReceivePart(stream_id))
-        self.written = 0
-        self.acked = 0
-        """Bytes that the peer has acknowledged, as far as the process has told."""
-        self.wanted: int | None = None
-        """With how many unacknowledged bytes the process is to tell."""
-        self.owed = 0
-        """Bytes that were consumed, and that the process has not been told of."""
-        self.loan: _Loan | None = None
-        self.landing: _Landing | None = None
-
-
-class _Loan:
-    """Memory that was lent to a stream, on its way into pieces of shared memory."""
-
-    def __init__(
-        self,
-        stream: MirrorStream,
-        view: memoryview,
-        is_intact: Callable[[], bool],
-        code: int,
-    ) -> None:
-        self.view = view
-        self.is_intact = is_intact
-        self.code = code
-        self.start = stream.written
-        self.stop = stream.written + len(view)
-        self.fed = self.start
-        self.pieces: deque[tuple[int, Piece]] = deque()
-        """Those in use, each with the offset where it ends."""
-        self.is_spoiled = False
-        self.is_finished = False
-        self._stream = stream
-
-    @property
-    def unacknowledged(self) -> int:
-        """Bytes written to the stream that the peer has not acknowledged."""
-        return self._stream.written - self._stream.acked
-
-    def drop(self) -> list[Piece]:
-        """Let go of the memory; return the pieces that the process may still read."""
-        pieces = [piece for _, piece in self.pieces]
-        self.pieces.clear()
-        self.fed = self.stop
-        self.forget_view()
-        return pieces
-
-    def forget_view(self) -> None:
-        """Let go of the memory, all of which has been read, or will not be."""
-        self.view = memoryview(b"")
-        self.is_intact = _is_intact
-
-
-class _Landing:
-    """Pieces of shared memory that are to be filled with a stream's next bytes."""
-
-    def __init__(self, posted: int, stop: int) -> None:
-        self.posted = posted
-        """The offset up to which there are pieces."""
-        self.stop = stop
-        self.pieces: deque[tuple[int, int, Piece]] = deque()
-        """Each with the offsets where it begins and ends."""
-        self.is_inline = False
-        """Whether bytes come in records meanwhile, as there was no room."""
 
 
 class MirrorLink:
@@ -304,11 +227,11 @@ class MirrorLink:
 
     def lend(
         self, stream: StreamCore, view: memoryview, is_intact: Callable[[], bool], code: int
-    ) -> _Loan:
+    ) -> Loan:
         """Write `view`, which is read for as long as not all of it has been copied, or was sent."""
         stream = _mirrored(stream)
         self._changes += 1
-        loan = stream.loan = _Loan(stream, view, is_intact, code)
+        loan = stream.loan = Loan(stream, view, is_intact, code)
         stream.written += len(view)
         self._feed(stream, loan)
         return loan
@@ -343,7 +266,7 @@ class MirrorLink:
         self._owe(stream, taken)
         if stream.incoming.posted >= BULK_BYTES and self._memory is not None:
             start = stream.incoming.delivered
-            stream.landing = _Landing(start, stream.incoming.target_stop)
+            stream.landing = Landing(start, stream.incoming.target_stop)
             self._want_more(stream, stream.landing)
         return taken
 
@@ -467,7 +390,7 @@ class MirrorLink:
 
     # -- inside
 
-    def _feed(self, stream: MirrorStream, loan: _Loan) -> None:
+    def _feed(self, stream: MirrorStream, loan: Loan) -> None:
         """Pass on what was lent, as far as there is room for it."""
         memory = self._memory if loan.stop - loan.start >= BULK_BYTES else None
         for _ in range(FED_AT_ONCE):
@@ -503,14 +426,14 @@ class MirrorLink:
             self._unfed[stream.stream_id] = stream
             self._go_on_later(self)
 
-    def _spoil(self, stream: MirrorStream, loan: _Loan) -> None:
+    def _spoil(self, stream: MirrorStream, loan: Loan) -> None:
         self._tell(Kind.TAKE_BACK, stream)
         self._give_later(loan.drop())
         loan.is_spoiled = True
         self.reset(stream, loan.code)
         self._changed(stream, True)
 
-    def _want_more(self, stream: MirrorStream, landing: _Landing) -> None:
+    def _want_more(self, stream: MirrorStream, landing: Landing) -> None:
         """Have the next bytes come to shared memory, as far as there is room."""
         memory = self._memory
         assert memory is not None
@@ -612,10 +535,6 @@ _STREAM_RECORDS: dict[Kind, Callable[[MirrorLink, MirrorStream, Record], None]] 
     Kind.STOP: MirrorLink._take_stop,
     Kind.ACKED: MirrorLink._take_acked,
 }
-
-
-def _is_intact() -> bool:
-    return True
 
 
 def _mirrored(stream: StreamCore) -> MirrorStream:

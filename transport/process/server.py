@@ -12,7 +12,6 @@ import contextlib
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 
 import anyio
@@ -25,7 +24,6 @@ from transport.cbor import encode as encode_cbor
 from transport.codes import AppCode
 from transport.engine import Link
 from transport.errors import ProtocolError
-from transport.looks import LookStep
 from transport.loop_engine import LoopEngine
 from transport.process.channel import Channel
 from transport.process.records import (
@@ -39,8 +37,8 @@ from transport.process.records import (
     encode,
 )
 from transport.process.setup import config_of
+from transport.process.told import LinkState, Told
 from transport.protocol import ConnectionCore, StreamCore
-from transport.protocol.batch import SendPart
 from transport.protocol.events import (
     ConnectionEnded,
     Event,
@@ -54,11 +52,6 @@ from transport.protocol.turns import Turns
 from transport.udp import Refusal, UdpSocket
 
 __all__ = ["Server"]
-
-LOOK_SECONDS = 0.04
-GREATEST_STEP = 16 << 20
-"""How often the program is told of a transfer under way, and after how many bytes at most: each
-time takes the interpreter's lock from a program that computes, and may cost it milliseconds."""
 
 FACTS_SECONDS = 0.05
 """How old the figures of a connection may be when something else is told of it."""
@@ -76,61 +69,6 @@ UNCLAIMED = 4
 """Streams that a peer may have opened and the program not dropped, in multiples of its limit."""
 
 _log = logging.getLogger("quicmesh.transport")
-
-
-class _Told:
-    """What the program knows of one stream, and what it has asked."""
-
-    __slots__ = (
-        "acked",
-        "expects_posts",
-        "fin",
-        "finished",
-        "landing",
-        "lent",
-        "position",
-        "posts",
-        "reset",
-        "sending",
-        "stop",
-        "want",
-        "written",
-    )
-
-    def __init__(self) -> None:
-        self.position = 0
-        """The offset up to which it has the bytes, or knows where they have landed."""
-        self.fin = False
-        self.reset: int | None = None
-        self.stop: int | None = None
-        self.written = 0
-        self.acked = 0
-        self.want: int | None = None
-        self.lent: SendPart | None = None
-        self.finished = False
-        self.posts: deque[tuple[int, int, int]] = deque()
-        """Offsets where memory begins and ends, and where it lies."""
-        self.expects_posts = False
-        """Whether bytes are to wait for memory that is still to be named."""
-        self.landing = LookStep(seconds=LOOK_SECONDS, greatest=GREATEST_STEP)
-        self.sending = LookStep(seconds=LOOK_SECONDS, greatest=GREATEST_STEP)
-
-
-class _LinkState:
-    """One connection as the program knows it."""
-
-    def __init__(self, number: int, core: ConnectionCore, address: SocketAddress) -> None:
-        self.number = number
-        self.core = core
-        self.address = address
-        self.told: dict[int, _Told] = {}
-        self.dirty: dict[int, None] = {}
-        self.flush: int | None = None
-        self.max_streams = 1
-        self.unclaimed = 0
-        """Streams that the peer has opened and the program not dropped."""
-        self.facts = b""
-        self.facts_at = 0.0
 
 
 class Server:
@@ -153,9 +91,9 @@ class Server:
             ended=self._program_is_gone,
         )
         self._engine: LoopEngine
-        self._links: dict[int, _LinkState] = {}
-        self._by_core: dict[ConnectionCore, _LinkState] = {}
-        self._news: dict[_LinkState, None] = {}
+        self._links: dict[int, LinkState] = {}
+        self._by_core: dict[ConnectionCore, LinkState] = {}
+        self._news: dict[LinkState, None] = {}
         self._touched: dict[ConnectionCore, None] = {}
         self._indebted: dict[ConnectionCore, None] = {}
         self._next_inbound = 2
@@ -238,7 +176,7 @@ class Server:
         order = _map(record)
         address = order["host"], order["port"]
         core = self._engine.outbound(NodeId(order["peer"]), order["alpn"])
-        self._add(_LinkState(record.link, core, address))
+        self._add(LinkState(record.link, core, address))
         try:
             refusal = self._engine.begin(core, address)
         except Exception:
@@ -259,7 +197,7 @@ class Server:
         self._taken(False)
         self._say(Kind.SYNCED, number=record.number)
 
-    def _take_of_link(self, state: _LinkState, record: Record) -> None:
+    def _take_of_link(self, state: LinkState, record: Record) -> None:
         core = state.core
         match record.kind:
             case Kind.ADMITTED:
@@ -272,7 +210,7 @@ class Server:
                 stream = core.open_stream()
                 if stream.stream_id != record.stream:
                     raise ProtocolError("opening a stream", why="the program counts otherwise")
-                state.told[stream.stream_id] = _Told()
+                state.told[stream.stream_id] = Told()
             case Kind.PING:
                 core.ping(record.number)
             case Kind.CLOSE:
@@ -283,7 +221,7 @@ class Server:
             case _:
                 self._take_of_stream(state, record)
 
-    def _take_of_stream(self, state: _LinkState, record: Record) -> None:
+    def _take_of_stream(self, state: LinkState, record: Record) -> None:
         core = state.core
         stream, told = core.streams.get(record.stream), state.told.get(record.stream)
         if stream is None or told is None:
@@ -347,10 +285,10 @@ class Server:
 
     def _on_inbound(self, link: Link, address: SocketAddress) -> None:
         number, self._next_inbound = self._next_inbound, self._next_inbound + 2
-        self._add(_LinkState(number, _core(link), address))
+        self._add(LinkState(number, _core(link), address))
         self._say(Kind.INCOMING, number, value=[address[0], address[1]])
 
-    def _add(self, state: _LinkState) -> None:
+    def _add(self, state: LinkState) -> None:
         self._links[state.number] = self._by_core[state.core] = state
 
     def _on_event(self, link: Link, event: Event) -> None:
@@ -366,7 +304,7 @@ class Server:
             case HandshakeCompleted(peer=peer, alpn=alpn):
                 self._say(Kind.HANDSHAKE, state.number, value=[peer.raw, alpn])
             case StreamOpened(stream_id=stream_id):
-                state.told[stream_id] = _Told()
+                state.told[stream_id] = Told()
                 self._say(Kind.OPENED, state.number, stream_id)
                 state.unclaimed += 1
                 if state.unclaimed > UNCLAIMED * state.max_streams:
@@ -418,7 +356,7 @@ class Server:
             if now - state.facts_at > FACTS_SECONDS:
                 self._tell_facts(state, now)
 
-    def _tell_stream(self, state: _LinkState, stream_id: int, *, whole: bool = False) -> None:
+    def _tell_stream(self, state: LinkState, stream_id: int, *, whole: bool = False) -> None:
         stream, told = state.core.streams.get(stream_id), state.told.get(stream_id)
         if stream is None or told is None:
             return
@@ -432,7 +370,7 @@ class Server:
         self._tell_acked(state, stream, told)
 
     def _tell_received(
-        self, state: _LinkState, stream: StreamCore, told: _Told, *, whole: bool
+        self, state: LinkState, stream: StreamCore, told: Told, *, whole: bool
     ) -> None:
         part = stream.incoming
         self._post_next(state, stream, told)
@@ -451,7 +389,7 @@ class Server:
             at = told.position
             self._say(Kind.DATA, state.number, stream.stream_id, at, b"", Flag.FIN)
 
-    def _post_next(self, state: _LinkState, stream: StreamCore, told: _Told) -> None:
+    def _post_next(self, state: LinkState, stream: StreamCore, told: Told) -> None:
         """Tell of what has landed; where that was all, have the next bytes land further on."""
         part, core = stream.incoming, state.core
         while True:
@@ -474,7 +412,7 @@ class Server:
                 if core.owes_credit(stream):
                     self._indebted[core] = None
 
-    def _tell_acked(self, state: _LinkState, stream: StreamCore, told: _Told) -> None:
+    def _tell_acked(self, state: LinkState, stream: StreamCore, told: Told) -> None:
         core, lent = state.core, told.lent
         left = core.unacknowledged(stream) if lent is None else lent.unacknowledged
         acked = told.written - left
@@ -495,11 +433,11 @@ class Server:
         if below >= 0:
             core.unacknowledged(stream, wake_below=below)
 
-    def _stays(self, state: _LinkState, stream: StreamCore) -> None:
+    def _stays(self, state: LinkState, stream: StreamCore) -> None:
         state.dirty[stream.stream_id] = None
         self._news[state] = None
 
-    def _tell_end(self, state: _LinkState, end: ConnectionEnded) -> None:
+    def _tell_end(self, state: LinkState, end: ConnectionEnded) -> None:
         # What came before the end is told before it, however far the program is behind.
         for stream_id in list(state.dirty):
             self._tell_stream(state, stream_id, whole=True)
@@ -520,7 +458,7 @@ class Server:
             ],
         )
 
-    def _tell_facts(self, state: _LinkState, now: float) -> None:
+    def _tell_facts(self, state: LinkState, now: float) -> None:
         core = state.core
         where = core.remote_address or state.address
         facts = (

@@ -14,8 +14,9 @@ import torch
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.errors import TensorChanged
 from tensor_bridge.lanes.lane import Place
-from tensor_bridge.lanes.shared.link import Landing, Link
+from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.lanes.shared.sealed import Writer, kept_memory, sealed_memory
+from tensor_bridge.lanes.shared.underway import Landing
 from tensor_bridge.lanes.stalls import Stalls
 from tensor_bridge.memory import Payload, allocate
 from transport import AppCode, ConnectionClosed, ProtocolError, Stream, StreamReset

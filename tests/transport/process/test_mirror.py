@@ -16,7 +16,8 @@ from transport.errors import EndpointLost
 from transport.process import memory as memory_module
 from transport.process import mirror as mirror_module
 from transport.process.memory import SharedMemory, map_memory
-from transport.process.mirror import MirrorLink, Piece
+from transport.process.mirror import MirrorLink
+from transport.process.mirror_stream import Piece
 from transport.process.records import PLACE, Flag, Kind, decode, encode
 from transport.protocol import StreamCore
 from transport.protocol.events import (
