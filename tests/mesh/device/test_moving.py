@@ -57,7 +57,7 @@ def test_no_element_passes_through_the_client(
     before = moved_bytes(node)
     y = x.to(other)
     x.zero_()  # after the move, whenever that is
-    total = (y * 2).sum(dtype=torch.float64).item()
+    total = 2 * y.sum(dtype=torch.float64).item()
     assert moved_bytes(node) - before < 64 << 10
     n = mebibytes << 18
     assert total == n * (n - 1)
