@@ -193,17 +193,21 @@ class Session:
             raise self.lost()
         carrier = self._carrier
         assert carrier is not None
-        if wait and carrier.is_in_loop():
-            wait = False
-            if len(self.queue) > MAX_UNSENT:
-                raise DeviceBusy(
-                    "sending to a device",
-                    peer=self.label(),
-                    why=f"{len(self.queue)} messages are queued, and this thread is the one that "
-                    "sends them",
-                    fix="Await mesh.device.synchronize_async(device) now and then, or compute in "
-                    "a thread.",
-                )
+        must_not_wait = wait and carrier.is_in_loop()
+        if self._send_batches(carrier, wait=wait and not must_not_wait):
+            return True
+        if must_not_wait and len(self.queue) > MAX_UNSENT:
+            raise DeviceBusy(
+                "sending to a device",
+                peer=self.label(),
+                why=f"{len(self.queue)} messages are queued, and this thread is the one that "
+                "sends them",
+                fix="Await mesh.device.synchronize_async(device) now and then, or compute in a "
+                "thread.",
+            )
+        return False
+
+    def _send_batches(self, carrier: Carrier, *, wait: bool) -> bool:
         if not self._lock.acquire(blocking=wait):
             return False
         try:

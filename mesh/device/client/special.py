@@ -170,6 +170,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         _upload(target, source.detach().to("cpu"))
     else:
         here, there = handle_of(target).device, handle_of(source).device
+        if here.session is not there.session and _is_whole(target, source):
+            _moved_between_peers(source, here, target)
+            return target
         if here is not there:
             source = _moved(source, here)
         _copy_there(target, source)
@@ -243,8 +246,22 @@ def _moved(source: torch.Tensor, device: Device) -> torch.Tensor:
     return tensor
 
 
-def _moved_between_peers(source: torch.Tensor, device: Device) -> torch.Tensor:
+def _is_whole(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether the elements of `source` as they travel are the first bytes of a storage."""
+    return (
+        target.dtype is source.dtype
+        and target.shape == source.shape
+        and target.is_contiguous()
+        and int(target.storage_offset()) == 0
+    )
+
+
+def _moved_between_peers(
+    source: torch.Tensor, device: Device, target: torch.Tensor | None = None
+) -> torch.Tensor:
     """Order one peer to fetch a tensor from the other, and return what it will be.
+
+    It is `target`, where that is given, at the beginning of its storage.
 
     Nobody waits here. What comes after in the target's order waits there; whatever goes wrong is
     told to who reads.
@@ -257,12 +274,16 @@ def _moved_between_peers(source: torch.Tensor, device: Device) -> torch.Tensor:
     strides = dense_strides(meta.shape)
     if None in movers or movers[0].node is not movers[1].node:  # type: ignore[union-attr]
         # Two nodes of this program are two strangers to the peers: none may order for the other.
-        moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
+        moved = target
+        if moved is None:
+            moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
         _upload(moved, elements(source))
         return moved
     reading = _reading(handle.device, geometry_of(source))
-    moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
-    target = handle_of(moved).id
+    moved = target
+    if moved is None:
+        moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
+    place, arrival = handle_of(moved).id, here.next_id()
     request = there.order(
         lambda key: Order(TakeOut(key, reading.number, handle.id, meta).encode()),
         f"move of a tensor of shape {meta.shape}",
@@ -271,8 +292,8 @@ def _moved_between_peers(source: torch.Tensor, device: Device) -> torch.Tensor:
     assert carrier is not None
     assert mover is not None
     assert movers[0] is not None
-    here.emit(Order(PutIn(target, target).encode()))
-    carrier.spawn(partial(mover.bring, movers[0], request, meta, target))
+    here.emit(Order(PutIn(place, arrival).encode()))
+    carrier.spawn(partial(mover.bring, movers[0], request, meta, arrival))
     return moved
 
 

@@ -17,6 +17,8 @@ import mesh
 from auth import AccessDenied, Grant, SecretKey, allow_any
 from mesh import Node, blocking
 from mesh.device import DeviceLimits, DeviceService, device_async, read, synchronize_async, wire
+from mesh.device.client import carrier
+from mesh.device.client import session as session_module
 from mesh.device.client.tensors import device_of, devices
 from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
 from mesh.device.server.executor import ExecutorLimits
@@ -88,8 +90,8 @@ def test_large_tensors_and_back_pressure(there: Peer, node: blocking.Node) -> No
     slow = torch.ones(100, 100, device=d)
     for _ in range(2000):
         torch.mm(slow, slow)
-    carrier = device_of(d).session._carrier
-    assert len(carrier._outbox) <= 64  # type: ignore[union-attr]
+    outbox = device_of(d).session.carrier._outbox  # type: ignore[union-attr]
+    assert len(outbox) <= 64
     assert slow.sum().item() == 10000
 
 
@@ -262,7 +264,11 @@ def test_a_fork_does_not_use_its_parents_devices(there: Peer, node: blocking.Nod
 
 
 @pytest.mark.anyio
-async def test_async_code_reads_without_blocking(anyio_backend: str) -> None:
+async def test_async_code_reads_without_blocking(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier, "MAX_QUEUED", 4)
+    monkeypatch.setattr(session_module, "MAX_UNSENT", 512)
     mine = Node.embedded(
         key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG, tensors=False
     )
