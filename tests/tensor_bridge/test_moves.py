@@ -98,13 +98,13 @@ async def test_progress_of_put_and_get(nodes: tuple[Node, Node, Node]) -> None:
     at_a = await client.client(a)
     putting: list[Progress] = []
     getting: list[Progress] = []
-    ref = await at_a.put(filled((MIB + 3,), torch.uint8), progress=putting.append)
+    ref = await at_a.put(filled((5 * MIB + 3,), torch.uint8), progress=putting.append)
     await at_a.get(ref, progress=getting.append)
     for seen in (putting, getting):
-        assert seen[-1].moved == MIB + 3
+        assert seen[-1].moved == 5 * MIB + 3
         assert len(seen) > 1
         assert all(one.moved < two.moved for one, two in pairwise(seen))
-        assert all(each.total == MIB + 3 for each in seen)
+        assert all(each.total == 5 * MIB + 3 for each in seen)
         assert all(0 <= one.seconds <= two.seconds for one, two in pairwise(seen))
 
 

@@ -36,7 +36,7 @@ async def test_another_batch_leaves_only_if_it_fits_into_the_turn(
     monkeypatch: pytest.MonkeyPatch, seconds: float, batches: int
 ) -> None:
     async with pair() as (dialer, _, _):
-        driver = dialer._driver
+        driver = dialer._engine.driver
         core: Any = _Endless(seconds)
         with monkeypatch.context() as patched:
             patched.setattr("transport.driver.time", SimpleNamespace(monotonic=lambda: core.now))
@@ -47,7 +47,7 @@ async def test_another_batch_leaves_only_if_it_fits_into_the_turn(
 
 async def test_who_waits_for_a_turn_has_none_before() -> None:
     async with pair() as (dialer, _, connection):
-        driver = dialer._driver
+        driver = dialer._engine.driver
         async with await connection.open_raw_stream() as stream:
             driver._busy[connection.core] = None
             before = connection.info.bytes_sent

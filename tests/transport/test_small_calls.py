@@ -47,7 +47,7 @@ async def test_a_timer_that_rings_as_datagrams_come_is_not_set_for_their_acknowl
     # the next ones come, and so on.
     async with pair() as (_, listener, connection):
         await connection.call("echo", b"warm")
-        driver = listener._driver
+        driver = listener._engine.driver
         look = driver._look
         delays: list[float] = []
 

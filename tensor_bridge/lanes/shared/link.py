@@ -218,6 +218,8 @@ class Link:
             Exception: what asking for a part, or `moved`, has raised.
         """
         self.check()
+        if not nbytes:  # all of it had landed before the link broke, and the answer was lost
+            return
         if self._ours is None:
             self._ours = self._make_pool()
         sending = Sending(move, pieces, nbytes, moved)

@@ -76,7 +76,9 @@ async def _serve(devices: int, lease: float, max_bytes: int) -> None:
     node = Node.embedded(
         key=SecretKey.generate(), authorizer=_Admit(max_bytes), config=CONFIG, tensors=True
     )
-    executor = ExecutorLimits(machine=MachineLimits(max_bytes=4 << 30), batch_seconds=5.0)
+    # In how many parts a sum is taken decides its last bit: one, as in the tests.
+    machine = MachineLimits(max_bytes=4 << 30)
+    executor = ExecutorLimits(machine=machine, batch_seconds=5.0, threads=1)
     limits = DeviceLimits(executor=executor, lease=lease)
     async with node:
         offer = DeviceService(node.endpoint, ["cpu"] * devices, limits, store=node.store)

@@ -19,6 +19,7 @@ QUICK = {("mlp", "adam-loop"), ("cnn", "sgd"), ("encoder", "adamw-fused"), ("lst
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
+    torch.set_num_threads(1)  # as the peer does
     with peer() as there, client() as node:
         yield mesh.device(there.ticket, 0, node=node)
         gc.collect()
