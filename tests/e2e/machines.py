@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,10 @@ class Daemon:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            self._new.put(self.lines[-1])
+        with suppress(ValueError):  # closed meanwhile, by whoever is done with it
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip("\n"))
+                self._new.put(self.lines[-1])
         self._new.put(None)
 
 
