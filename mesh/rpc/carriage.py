@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from auth import Grant, NodeId, PeerIdentity
+from auth import Grant, NodeId
 from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen
 from tensor_bridge import QuotaExceeded, TensorMeta, allocate, chunks, describe, tensor_bytes
 from tensor_bridge.lanes import Lanes, choose_lane
@@ -21,6 +23,7 @@ __all__ = [
     "Room",
     "beside",
     "fetch_part",
+    "nbytes_of",
     "send_part",
     "serve_receive",
     "serve_send",
@@ -40,7 +43,9 @@ GIB = 1 << 30
 
 
 class Room:
-    """How many bytes of arguments and results peers may have on their way here at a time.
+    """How many bytes peers may have here at a time: arguments, answers, and values they refer to.
+
+    Safe for many threads.
 
     Args:
         max_bytes: of all peers.
@@ -50,36 +55,59 @@ class Room:
     def __init__(self, max_bytes: int = 16 * GIB, max_bytes_per_peer: int = 8 * GIB) -> None:
         self._max_bytes = max_bytes
         self._max_bytes_per_peer = max_bytes_per_peer
+        self._lock = threading.RLock()  # a finalizer may give back amid anything
         self._used: dict[NodeId, int] = {}
 
     @property
     def used(self) -> int:
         """Bytes that are held for all."""
-        return sum(self._used.values())
+        with self._lock:
+            return sum(self._used.values())
 
-    @contextlib.contextmanager
-    def hold(self, peer: PeerIdentity, grant: Grant | None, nbytes: int) -> Iterator[None]:
-        """Keep room for `nbytes` for the block.
+    def take(self, peer: NodeId, grant: Grant | None, nbytes: int) -> None:
+        """Keep room for `nbytes`, until they are given back.
 
         Raises:
             QuotaExceeded: there is none.
         """
         granted = None if grant is None else grant.quotas.max_bytes
         bound = min(self._max_bytes_per_peer, math.inf if granted is None else granted)
-        mine = self._used.get(peer.node_id, 0) + nbytes
-        if mine > bound or self.used + nbytes > self._max_bytes:
-            raise QuotaExceeded(
-                f"taking of {nbytes} bytes of arguments",
-                why=f"at most {bound} at a time are granted, of {self._max_bytes} for all",
-                fix="Make fewer calls at a time, or put the tensors there first.",
-            )
-        self._used[peer.node_id] = mine
+        with self._lock:
+            mine = self._used.get(peer, 0) + nbytes
+            if nbytes and (mine > bound or self.used + nbytes > self._max_bytes):
+                raise QuotaExceeded(
+                    f"keeping of {nbytes} bytes of a call",
+                    why=f"at most {bound} at a time are granted, of {self._max_bytes} for all",
+                    fix="Make fewer calls at a time, and let go of references.",
+                )
+            self._used[peer] = mine
+
+    def give(self, peer: NodeId, nbytes: int) -> None:
+        """Take `nbytes` back."""
+        with self._lock:
+            self._used[peer] = left = self._used.get(peer, 0) - nbytes
+            if not left:
+                del self._used[peer]
+
+    @contextlib.contextmanager
+    def hold(self, peer: NodeId, grant: Grant | None, nbytes: int) -> Iterator[None]:
+        """Keep room for `nbytes` for the block. Raises as `take`."""
+        self.take(peer, grant, nbytes)
         try:
             yield
         finally:
-            self._used[peer.node_id] = left = self._used.get(peer.node_id, 0) - nbytes
-            if not left:
-                del self._used[peer.node_id]
+            self.give(peer, nbytes)
+
+
+def nbytes_of(value: object) -> int:
+    """Return how much memory the tensors of a value keep, as far as they lie open in it."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        for storage in (leaf.untyped_storage(),)
+    }
+    return sum(storages.values())
 
 
 def beside(tensors: Sequence[torch.Tensor]) -> Beside:

@@ -55,6 +55,8 @@ _SIZED = frozenset(
     for name in [
         "arange",
         "broadcast_to",
+        "diag",
+        "diag_embed",
         "eye",
         "full",
         "linspace",
@@ -70,7 +72,7 @@ _SIZED = frozenset(
     ]
 )
 """Those whose result is as large as a number says. That of any other has at most as many elements
-as the product of its tensors' numbers of them, squared: an outer product, a diagonal matrix."""
+as the product of its tensors' numbers of them, squared."""
 
 _LARGEST_ELEMENT = 16
 
@@ -121,12 +123,27 @@ def check_operator(name: str) -> None:
 
 def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return how many bytes the result may have at most, for all but the sized operators."""
-    numbers = (
-        max(2, leaf.numel())
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, torch.Tensor)
-    )
+    numbers = (max(2, tensor.numel()) for tensor in _tensors((args, kwargs)))
     return _LARGEST_ELEMENT * math.prod(numbers) ** 2
+
+
+def _indices(tensors: list[torch.Tensor]) -> int:
+    """Return how many bytes the result may have of an operator whose elements decide that.
+
+    It selects or counts: some numbers for each element of its arguments, broadcast to each other,
+    one for each dimension where it tells places.
+    """
+    try:
+        shape = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
+        count = torch.Size(shape).numel()
+    except RuntimeError:
+        count = sum(tensor.numel() for tensor in tensors)
+    dims = max([3, *(tensor.dim() for tensor in tensors)])
+    return _LARGEST_ELEMENT * dims * count
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _check_size(
@@ -141,13 +158,9 @@ def _check_size(
     try:
         with torch.device("meta"), torch.no_grad():
             shapes = function(*tree_map(_shape_of, list(args)), **tree_map(_shape_of, given))
+        nbytes = sum(each.numel() * each.dtype.itemsize for each in _tensors(shapes))
     except NotImplementedError:
-        shapes = args  # as of those whose elements decide: at most about as large as their input
-    nbytes = sum(
-        leaf.numel() * leaf.dtype.itemsize
-        for leaf in tree_leaves(shapes)
-        if isinstance(leaf, torch.Tensor)
-    )
+        nbytes = _indices(_tensors((args, kwargs)))
     if nbytes > max_bytes:
         raise QuotaExceeded(
             f"call of {name!r}",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import anyio
 import torch
 
-from auth import NodeId
-from mesh.rpc.carriage import serve_receive, serve_send
+from auth import Grant, NodeId
+from mesh.rpc.carriage import Room, serve_receive, serve_send
 from mesh.rpc.errors import RefLost
 from mesh.rpc.owned import new_id
 from mesh.rpc.wire import Beside, PartOpen, Request
@@ -50,6 +50,7 @@ class _Offered:
     """The parts of an answer that are still to be fetched."""
 
     tensors: dict[int, torch.Tensor]
+    nbytes: int
     until: float
 
 
@@ -58,10 +59,12 @@ class Parts:
 
     Args:
         agent: whose they are.
+        room: what answers take until they are fetched.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, room: Room) -> None:
         self._agent = agent
+        self._room = room
         self._expected: dict[_Key, _Expected] = {}
         self._offered: dict[_Key, _Offered] = {}
         self._registered = anyio.Event()
@@ -86,20 +89,25 @@ class Parts:
             del self._expected[key]
         return expected.landed
 
-    def offer(self, peer: NodeId, tensors: Sequence[torch.Tensor], what: Beside) -> bytes:
+    def offer(
+        self, peer: NodeId, grant: Grant, tensors: Sequence[torch.Tensor], what: Beside
+    ) -> bytes:
         """Keep the large tensors of an answer for its caller; return the key to fetch them by.
 
         Raises:
-            LimitExceeded: the caller has left too many where they are.
+            LimitExceeded, QuotaExceeded: the caller has left too much where it is.
         """
         if sum(owner == peer for owner, _ in self._offered) >= MAX_OFFERS:
             raise LimitExceeded(
                 "answering a call",
                 why=f"{MAX_OFFERS} large answers wait to be fetched by this peer already",
             )
+        nbytes = sum(what.metas[number].nbytes for number in what.apart)
+        self._room.take(peer, grant, nbytes)
         key = new_id()
         self._offered[peer, key] = _Offered(
             {number: tensors[number] for number in what.apart},
+            nbytes,
             anyio.current_time() + OFFER_SECONDS,
         )
         self._agent.watch()
@@ -107,7 +115,8 @@ class Parts:
 
     def leave(self, peer: NodeId, key: bytes) -> None:
         """Forget what is left of an answer: its caller has said that it does not come for it."""
-        self._offered.pop((peer, key), None)
+        if (peer, key) in self._offered:
+            self._drop((peer, key))
 
     def lapse(self, now: float) -> float:
         """Forget what nobody has come for; return when to call this again."""
@@ -115,8 +124,11 @@ class Parts:
             key, offered = next(iter(self._offered.items()))
             if offered.until > now:
                 return offered.until
-            del self._offered[key]
+            self._drop(key)
         return math.inf
+
+    def _drop(self, key: _Key) -> None:
+        self._room.give(key[0], self._offered.pop(key).nbytes)
 
     async def serve(self, incoming: Incoming) -> None:
         """Take one part from its caller, or give it one.
@@ -133,7 +145,7 @@ class Parts:
                 raise _unknown()
             tensor = offered.tensors.pop(order.number)  # each is fetched once
             if not offered.tensors:
-                del self._offered[key]
+                self._drop(key)
             await serve_send(incoming.stream, offer, tensor)
             return
         expected = await self._wait_for(key)

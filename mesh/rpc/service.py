@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
 
-from auth import Grant, PeerIdentity
+from auth import Grant, NodeId, PeerIdentity
 from mesh.rpc import wire
-from mesh.rpc.carriage import Room, beside, together
+from mesh.rpc.carriage import Room, beside, nbytes_of, together
 from mesh.rpc.errors import NotExposed, PickleRefused, RefLost, RpcTimeout, Unsendable
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
@@ -24,6 +25,7 @@ from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
 from mesh.rpc.values import Packed, Packer, Unpacker
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
+from tensor_bridge import QuotaExceeded
 from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class RpcService:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._room = Room()
-        self._parts = Parts(agent)
+        self._parts = Parts(agent, self._room)
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers whose grant has the scope for it."""
@@ -76,7 +78,7 @@ class RpcService:
 
     async def _answer_call(self, incoming: Incoming) -> CborValue:
         request, peer = Request.decode(incoming.value), incoming.peer
-        with self._room.hold(peer, incoming.grant, request.beside.nbytes):
+        with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
@@ -90,7 +92,9 @@ class RpcService:
         if isinstance(ended, Answer):
             return ended.encode()
         what = beside(ended.tensors)
-        key = self._parts.offer(peer.node_id, ended.tensors, what) if what.apart else b""
+        key = b""
+        if what.apart:
+            key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
         return Answer(ended.items, what, key).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
@@ -159,9 +163,21 @@ class RpcService:
                 _fail(owned, RefLost("a remote reference", why="its owner has been shut down"))
                 raise
             else:
-                owned.outcome.set_result(value)
+                self._keep(owned, value, peer.node_id, grant)
 
         self._agent.start_soon(compute)
+
+    def _keep(self, owned: Owned, value: Any, peer: NodeId, grant: Grant) -> None:
+        """Keep a value for as long as anybody refers to it, if its orderer has room for it."""
+        nbytes = nbytes_of(value)
+        try:
+            self._room.take(peer, grant, nbytes)
+        except QuotaExceeded as error:
+            _fail(owned, error)
+            return
+        weakref.finalize(owned, self._room.give, peer, nbytes).atexit = False
+        if not owned.outcome.done():
+            owned.outcome.set_result(value)
 
     async def _run(
         self,

@@ -244,6 +244,7 @@ def test_who_is_stopped_is_named_with_who_is_lost(network: MemoryNetwork) -> Non
     with processes(2) as pids:
         watching(network, pids)
         os.kill(pids[0], signal.SIGSTOP)
+        os.waitid(os.P_PID, pids[0], os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
         lost = RankLost("connection", ranks=(2,), why="rank 2 (node-2) is silent")
         when(lambda: sleeps(network, 0), lambda: network.ranks[1].fail(lost))
         with pytest.raises(RankLost) as caught:

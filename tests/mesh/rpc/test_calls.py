@@ -14,6 +14,7 @@ from auth import AccessDenied, allow_any
 from mesh import rpc
 from mesh.errors import TransportError
 from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable
+from mesh.rpc.wire import Answer, Beside, RefNotes, Request, Target
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
@@ -239,6 +240,8 @@ async def test_an_operator_is_not_run_if_its_result_is_too_large() -> None:
             (torch.full, ((1 << 20, 1 << 20), 1.0)),
             (torch.broadcast_to, (torch.ones(1), (1 << 20, 1 << 20))),
             (torch.add, (torch.ones(1 << 18, 1), torch.ones(1, 1 << 18))),
+            (torch.diag, (torch.ones(1), 1 << 20)),
+            (torch.masked_select, (torch.ones(1 << 16, 1), torch.ones(1, 1 << 16).bool())),
         ):
             with pytest.raises(QuotaExceeded, match="bytes"):
                 await a.call(b.node_id, function, args)
@@ -339,3 +342,19 @@ async def test_many_calls_at_once_are_all_answered() -> None:
             for number in range(300):
                 tasks.start_soon(one, number)
         assert results == {number: number for number in range(300)}
+
+
+async def test_answers_that_nobody_fetches_take_room_and_are_refused_beyond_it() -> None:
+    async with agents(2) as (a, b):
+        b._service._room._max_bytes_per_peer = 1_000_000
+        connection = a._node.endpoint.connections[0]
+        target = Target("function", "tests.mesh.rpc.exposures.make")
+        items: list[Any] = [["t", 1], 100_000, ["d", 0]]
+        request = Request(target, items, Beside(), 5.0)
+        for _ in range(2):
+            answer = Answer.decode(await connection.call("rpc.call", request.encode()))
+            assert answer.key
+        with pytest.raises(QuotaExceeded):
+            await connection.call("rpc.call", request.encode())
+        await a.tell(b.node_id, RefNotes(left=(answer.key,)))
+        assert (await a.call(b.node_id, exposures.make, (100_000,))).numel() == 100_000

@@ -15,6 +15,7 @@ from auth import AccessDenied, Denial, FetchRequest, Grant, PeerIdentity, allow_
 from mesh import rpc
 from mesh.errors import UnknownPeer
 from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout
+from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.exposures import Counter
@@ -257,3 +258,20 @@ async def test_nobody_is_dialled_at_the_word_of_a_peer_that_may_not_order_it() -
         with pytest.raises((AccessDenied, UnknownPeer)):
             await theirs.fetch()
         assert b.endpoint.connection(c.node_id) is None
+
+
+async def test_values_that_are_referred_to_take_room_of_who_ordered_them() -> None:
+    async with agents(2) as (a, b):
+        room = b._service._room
+        room._max_bytes_per_peer = 2_000_000
+        refs = [await a.remote(b.node_id, torch.zeros, (200_000,)) for _ in range(3)]
+        await nodes.eventually(
+            lambda: sum(row.kind == "torch.Tensor" for row in b.references()) == 2
+        )
+        with pytest.raises(QuotaExceeded, match="let go of references"):
+            await refs[2].fetch()
+        refs.clear()
+        await freed(a, b)
+        await nodes.eventually(lambda: not room.used)
+        again = await a.remote(b.node_id, torch.zeros, (200_000,))
+        assert (await again.fetch()).numel() == 200_000
