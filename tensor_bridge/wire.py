@@ -45,7 +45,6 @@ __all__ = [
     "decode_fetch_answer",
     "take_id",
     "encode_fetch_failure",
-    "lane_of",
     "lanes_of",
 ]
 
@@ -208,7 +207,7 @@ class PutAccepted:
     def decode(cls, value: CborValue, nbytes: int) -> Self:
         """Return the message in `value`, about a tensor of `nbytes` bytes."""
         fields = Fields(value, "put acceptance")
-        message = cls(fields.integer("offset", high=nbytes), lane_of(fields))
+        message = cls(fields.integer("offset", high=nbytes), _lane(fields))
         fields.finish()
         return message
 
@@ -233,7 +232,7 @@ class ReadAccepted:
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "read acceptance")
-        message = cls(decode_meta(fields.value("meta")), _version(fields), lane_of(fields))
+        message = cls(decode_meta(fields.value("meta")), _version(fields), _lane(fields))
         fields.finish()
         return message
 
@@ -522,7 +521,7 @@ def lanes_of(fields: Fields) -> tuple[str, ...]:
     return lanes
 
 
-def lane_of(fields: Fields) -> str | None:
+def _lane(fields: Fields) -> str | None:
     """Take the lane that was chosen, by name; None for the stream itself.
 
     Raises:

@@ -17,7 +17,10 @@ from mesh.device import DeviceService
 from mesh.device.errors import SessionLost
 from mesh.device.handover import ARRIVED_CALL, Arrived
 from mesh.device.wire import DEVICES_CALL, SERVICE
+from mesh.rpc import NotExposed
 from tensor_bridge.lanes.shared.host import unavailable
+from tests.mesh.nodes import eventually
+from tests.mesh.rpc import exposures  # noqa: F401 - exposes what is called
 from transport import EndpointConfig, cbor
 
 SCHEMA = Schema((Path(__file__).parents[1] / "docs" / "wire.cddl").read_text())
@@ -91,6 +94,28 @@ async def test_what_is_said_of_devices_keeps_to_the_schema(frames):
     assert said >= {"device.list", "device.arrived", "device.session"}
 
 
+async def test_remote_calls_keep_to_the_schema(frames):
+    async with node() as client, node() as peer, node() as third:
+        there = await client.connect(peer.ticket())
+        other = await client.connect(third.ticket())
+        await third.connect(peer.ticket())
+        for each in (peer, third):
+            await each.rpc()
+        large = torch.ones(100_000)
+        assert (await there.call(torch.add, large, 1, timeout=5)).sum() == 200_000
+        ref = await there.remote(torch.ones, 3)
+        await other.call("tests.mesh.rpc.exposures.echo", ref)
+        with pytest.raises(NotExposed):
+            await (await client.rpc()).invoke(ref, "add_", (1,))
+        with pytest.raises(TypeError):
+            await there.call(torch.add, large, None)
+        await eventually(lambda: any(b"rpc.refs" in data for data in frames))
+    for data in frames:
+        SCHEMA.validate_cbor(data)
+    said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
+    assert said >= {"rpc.call", "rpc.part", "rpc.refs"}
+
+
 async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
     secret = SharedSecret(bytes(32), scopes=["*"])
     one = Node.embedded(key=SecretKey.generate(), authorizer=secret, config=CONFIG, tensors=False)
@@ -120,6 +145,8 @@ async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
         {"err": {"why": "no code"}},
         {"moved": 1, "more": 2},
         {"s": "device.session", "v": {"session": bytes(15), "received": 0, "new": True}},
+        {"s": "rpc.call", "v": {"target": {"kind": "eval", "name": "x"}}},
+        {"s": "rpc.refs", "v": {"shared": [], "confirmed": [], "dropped": [], "left": [bytes(15)]}},
         {"s": "device.arrived", "v": {"session": bytes(16), "arrival": 1}},
     ],
 )

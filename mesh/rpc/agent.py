@@ -282,9 +282,11 @@ class Agent:
             MeshError: it may not have heard.
         """
         connection = await self._connected(owner)
-        unknown = await connection.call(REFS_SERVICE, notes.encode())
-        if not isinstance(unknown, list):
-            raise ProtocolError("notes about references", peer=connection.peer, why="no answer")
+        match await connection.call(REFS_SERVICE, notes.encode()):
+            case {"unknown": list(unknown)}:
+                pass
+            case _:
+                raise ProtocolError("notes about references", peer=connection.peer, why="no answer")
         if any(share.fork in unknown for share in notes.shared):
             raise RefLost(
                 "sharing of a remote reference",

@@ -112,7 +112,7 @@ class RpcService:
             self._parts.leave(by, key)
         if notes.shared:
             self._agent.watch()
-        return unknown
+        return {"unknown": unknown}
 
     # -- a call
 

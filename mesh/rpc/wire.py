@@ -20,7 +20,7 @@ from auth import IdentityError, NodeId
 from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
-from tensor_bridge.wire import lane_of, lanes_of
+from tensor_bridge.wire import MAX_LANE, lanes_of
 from transport import CborValue
 
 __all__ = [
@@ -267,7 +267,7 @@ class PartOpen:
         """Return the message as it travels."""
         value: dict[str, CborValue] = {
             "key": self.key,
-            "number": self.number,
+            "part": self.number,
             "is_fetched": self.is_fetched,
         }
         if self.lanes:
@@ -280,7 +280,7 @@ class PartOpen:
         fields = Fields(value, "part of a call")
         message = cls(
             fields.data("key", shortest=ID_BYTES, longest=ID_BYTES),
-            fields.integer("number", high=MAX_TENSORS - 1),
+            fields.integer("part", high=MAX_TENSORS - 1),
             fields.flag("is_fetched"),
             lanes_of(fields),
         )
@@ -296,15 +296,17 @@ class PartAccepted:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {} if self.lane is None else {"lane": self.lane}
+        return {"chosen": self.lane}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "answer about a part")
-        message = cls(lane_of(fields))
+        lane = fields.value("chosen")
         fields.finish()
-        return message
+        if lane is not None and not (isinstance(lane, str) and 0 < len(lane) <= MAX_LANE):
+            raise fields.wrong(f"'chosen' must be a name of 1 to {MAX_LANE} characters")
+        return cls(lane)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
