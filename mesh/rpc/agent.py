@@ -100,6 +100,8 @@ class Agent:
         timeout: float = DEFAULT_TIMEOUT,
         limits: RefLimits | None = None,
     ) -> None:
+        from mesh.autograd.participant import Autograd  # which stands on calls
+
         self.timeout = timeout
         self.pickles = False
         self.exposures = exposures
@@ -110,6 +112,7 @@ class Agent:
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
+        self.autograd = Autograd(self, (limits or RefLimits()).lease)
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
@@ -122,11 +125,13 @@ class Agent:
         endpoint = self._node.endpoint
         self.lanes = self._node.lanes
         self._service.register(endpoint)
+        self.autograd.register(endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
+                self._tasks.start_soon(self.autograd.run)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
@@ -325,6 +330,19 @@ class Agent:
             raise RefLost("use of a remote reference", why="there is no such value here")
         return owned
 
+    async def send_gradients(self, to: NodeId, what: tuple[Any, ...]) -> None:
+        """Send gradients to a participant of a backward; see `mesh.autograd`. Raises as `call`."""
+        await self._ask(to, Target("gradients"), what, {}, None)
+
+    async def backward_at(self, ref: RRef[Any], context: int, retain_graph: bool) -> None:
+        """Have the owner of a reference go backward from its value. Raises as `invoke`."""
+        target = await self._at(ref, "backward")
+        await self._ask(ref.owner_id, target, (context, retain_graph), {}, None)
+
+    async def connected(self, to: NodeId) -> Connection:
+        """Return the connection with a peer; dial it if there is none. Raises as `call`."""
+        return await self._connected(to)
+
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""
         endpoint = self._node.endpoint
@@ -405,12 +423,14 @@ class Agent:
         packer.pack(tuple(args), "args")
         packer.pack(dict(kwargs), "kwargs")
         packed = packer.packed
+        link = None
         try:
             with limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
                 what = beside(packed.tensors)
                 key = new_id() if what.apart else b""
-                request = Request(target, packed.items, what, seconds, create, key)
+                link = self.autograd.leaving(to, packed.differentiable)
+                request = Request(target, packed.items, what, seconds, create, key, link)
                 if to == self.node_id:
                     return await self._service.answer_self(request, packed.tensors)
                 connection = await self._connected(to)
@@ -420,6 +440,7 @@ class Agent:
                 parts = await self._fetch_parts(connection, answer)
         except BaseException as error:
             outgoing.undo()
+            self.autograd.undo(link)
             if isinstance(error, TransportError) and not isinstance(error, RpcError):
                 error.what = str(target)
                 self._node.directory.name_in(error)
@@ -433,6 +454,7 @@ class Agent:
             refs,
             self.exposures,
             pickles=may_unpickle(connection.grant),
+            received=self.autograd.answered(to, link, answer.link),
         )
         value = unpacker.unpack()
         unpacker.finish()

@@ -6,6 +6,7 @@ in a thread there; threads that wait for another call let others run.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import threading
@@ -23,6 +24,7 @@ from mesh import blocking
 from mesh.rpc.agent import Agent
 from mesh.rpc.errors import RpcError, RpcTimeout
 from mesh.rpc.futures import CallFuture
+from mesh.rpc.links import like_this_thread
 from mesh.rpc.options import MeshRpcBackendOptions
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
@@ -63,13 +65,15 @@ class _Worker:
     def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> CallFuture[Any]:
         """Run a coroutine in the node's loop; return a future that callbacks may be added to."""
         future: CallFuture[Any] = CallFuture()
-        begun = self.node.portal.start_task_soon(call)
+        here = contextvars.copy_context()  # for callbacks, which may call on
+        with like_this_thread():
+            begun = self.node.portal.start_task_soon(call)
         with self._idle:
             self._pending.add(begun)
 
         def ended(done: Future[Any]) -> None:
             compute = functools.partial(self.agent.bridge.wait, done)
-            self.completer.submit(lambda: future.complete(compute))
+            self.completer.submit(lambda: here.run(future.complete, compute))
             with self._idle:
                 self._pending.discard(done)
                 self._idle.notify_all()
@@ -174,6 +178,7 @@ def init_rpc(
                 )
             )
             agent.pickles = options.pickles
+            agent.autograd.worker_id = rank
             roster.publish(node.node_id, node.addresses)
             me = WorkerInfo(name, rank, node.node_id)
             worker = _Worker(node, agent, roster, me, owns_node=owns_node)

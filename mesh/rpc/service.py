@@ -17,13 +17,14 @@ from mesh.rpc.carriage import Room, beside, nbytes_of, together
 from mesh.rpc.errors import NotExposed, PickleRefused, RefLost, RpcTimeout, Unsendable
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
+from mesh.rpc.links import Link
 from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
 from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
-from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
 from tensor_bridge import QuotaExceeded
 from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
@@ -67,8 +68,12 @@ class RpcService:
             raise raised.error from None
         refs = Outgoing(self._agent, me.node_id)
         packed = self._packed(value, refs)
-        results = [each.detach().clone() for each in packed.tensors]
-        return self._unpacked(packed.items, results, me, mine, count=1)[0]
+        link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
+        received = self._agent.autograd.answered(me.node_id, request.link, link)
+        results = [
+            each.detach().clone().requires_grad_(each.requires_grad) for each in packed.tensors
+        ]
+        return self._unpacked(packed.items, results, me, mine, count=1, received=received)[0]
 
     def lapse(self, now: float) -> float:
         """Forget what nobody has come for; return when to call this again."""
@@ -83,7 +88,10 @@ class RpcService:
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
             try:
-                ended = await self._ended(request, together(request.beside, parts), incoming)
+                with self._agent.autograd.joined(request.link, peer.node_id):
+                    ended, link = await self._ended(
+                        request, together(request.beside, parts), incoming
+                    )
             except PickleRefused as error:
                 _log.warning("%s sent a pickle: %s", peer, error)
                 incoming.connection.abort(AppCode.PROTOCOL, str(error))
@@ -95,7 +103,7 @@ class RpcService:
         key = b""
         if what.apart:
             key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
-        return Answer(ended.items, what, key).encode()
+        return Answer(ended.items, what, key, link=link).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
         notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
@@ -118,16 +126,16 @@ class RpcService:
 
     async def _ended(
         self, request: Request, tensors: Sequence[torch.Tensor], incoming: Incoming
-    ) -> Packed | Answer:
+    ) -> tuple[Packed | Answer, Link | None]:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
         if request.create is not None:
             self._begin(request, tensors, incoming, request.create)
-            return self._packed(None, Outgoing(self._agent, peer.node_id))
+            return self._packed(None, Outgoing(self._agent, peer.node_id)), None
         try:
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
-            return Answer(error=encode_exception(raised.error))
+            return Answer(error=encode_exception(raised.error)), None
         refs = Outgoing(self._agent, peer.node_id)
         try:
             packed = self._packed(value, refs)
@@ -136,8 +144,8 @@ class RpcService:
             refs.undo()
             if isinstance(error, Unsendable):
                 error.what = f"sending of the result of {request.target}"
-            return Answer(error=encode_exception(error))
-        return packed
+            return Answer(error=encode_exception(error)), None
+        return packed, self._agent.autograd.leaving(peer.node_id, packed.differentiable)
 
     def _begin(
         self,
@@ -148,7 +156,7 @@ class RpcService:
     ) -> None:
         """Begin a call whose result stays here, for its caller to refer to."""
         peer, grant = incoming.peer, incoming.grant
-        if request.target.kind == "fetch":
+        if request.target.kind in ("fetch", "gradients", "backward"):
             raise NotExposed(str(request.target), why="its result can't become a reference")
         owned = self._agent.owned.create(create, peer.node_id, anyio.current_time())
 
@@ -197,7 +205,10 @@ class RpcService:
             owned = self._owned(target.key, peer)
             return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
         is_pickled = target.kind == "pickled"
-        values = self._unpacked(request.items, tensors, peer, grant, count=2 + is_pickled)
+        received = self._agent.autograd.arriving(peer.node_id, request.link)
+        values = self._unpacked(
+            request.items, tensors, peer, grant, count=2 + is_pickled, received=received
+        )
         args, kwargs = values[-2:]
         if not isinstance(args, tuple) or not isinstance(kwargs, dict):
             raise ProtocolError("a call", why="its arguments are no tuple and dict")
@@ -212,6 +223,14 @@ class RpcService:
             )
             return await self._within(
                 request, lambda: self._agent.workers.run(peer.node_id, function)
+            )
+        if target.kind == "gradients":
+            self._agent.autograd.take(peer.node_id, args)
+            return None
+        if target.kind == "backward":
+            owned = self._owned(target.key, peer)
+            return await self._within(
+                request, lambda: self._agent.autograd.backward_from(owned, peer.node_id, args)
             )
         if target.kind == "method":
             owned = self._owned(target.key, peer)
@@ -285,10 +304,17 @@ class RpcService:
         grant: Grant | None,
         *,
         count: int,
+        received: Received | None = None,
     ) -> list[Any]:
         agent, refs = self._agent, IncomingRefs(self._agent, peer)
         unpacker = Unpacker(
-            items, tensors, agent.types, refs, agent.exposures, pickles=may_unpickle(grant)
+            items,
+            tensors,
+            agent.types,
+            refs,
+            agent.exposures,
+            pickles=may_unpickle(grant),
+            received=received,
         )
         values = [unpacker.unpack() for _ in range(count)]
         unpacker.finish()
