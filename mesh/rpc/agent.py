@@ -13,6 +13,7 @@ import anyio
 import torch
 
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
+from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, send_part, together
 from mesh.rpc.errors import RefLost, RpcError
@@ -88,6 +89,7 @@ class Agent:
         pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
         ready: set once it answers.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
+        activity: what is under way.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Agent:
         self.owned = OwnerTable(limits or RefLimits())
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
+        self.activity = Activity()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
@@ -406,7 +409,7 @@ class Agent:
         packer.pack(dict(kwargs), "kwargs")
         packed = packer.packed
         try:
-            with limit(seconds, str(target), self.label(to)):
+            with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
                 what = beside(packed.tensors)
                 key = new_id() if what.apart else b""

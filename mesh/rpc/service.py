@@ -77,6 +77,10 @@ class RpcService:
     # -- the three services
 
     async def _answer_call(self, incoming: Incoming) -> CborValue:
+        with self._agent.activity.answering():
+            return await self._answer(incoming)
+
+    async def _answer(self, incoming: Incoming) -> CborValue:
         request, peer = Request.decode(incoming.value), incoming.peer
         with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
             if request.target.kind in ("function", "operator"):
@@ -122,7 +126,7 @@ class RpcService:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
         if request.create is not None:
-            self._begin(request, tensors, incoming, request.create)
+            await self._begin(request, tensors, incoming, request.create)
             return self._packed(None, Outgoing(self._agent, peer.node_id))
         try:
             value = await self._run(request, tensors, peer, incoming.grant)
@@ -139,7 +143,7 @@ class RpcService:
             return Answer(error=encode_exception(error))
         return packed
 
-    def _begin(
+    async def _begin(
         self,
         request: Request,
         tensors: Sequence[torch.Tensor],

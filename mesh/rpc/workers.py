@@ -38,6 +38,7 @@ class Workers:
     """
 
     def __init__(self, limit: int, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        self.limit = limit
         self._free = limit
         self._call_soon = call_soon
         self._busy = 0
