@@ -12,6 +12,7 @@ exceptions         how what was raised comes back
 wire               the messages
 owned, holding     the two sides of a reference: its owner's, and its holder's
 reference, passing `RRef`, and how one travels
+modules            modules elsewhere: what `mesh.nn` is
 carriage           tensors on their way
 workers, bridge    threads for functions that block, and the way between them and the loop
 service, agent     answering calls, and making them
@@ -25,6 +26,7 @@ activity           what is under way
 from __future__ import annotations
 
 from mesh.rpc import functions
+from mesh.rpc import modules as _modules  # noqa: F401 - for peers to find them
 from mesh.rpc.agent import Agent
 from mesh.rpc.api import (
     get_rpc_timeout,

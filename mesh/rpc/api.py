@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -149,11 +147,10 @@ def rpc_sync(
         Exception: what the function raised, and what `Agent.call` raises.
     """
     worker = _need()
-    call = worker.agent.call
-    node_id = worker.find(to)
-    return worker.agent.bridge.block_on(
-        lambda: call(node_id, func, args or (), kwargs, timeout=_seconds(timeout))
+    begin = worker.agent.prepare(
+        worker.find(to), func, args or (), kwargs, timeout=_seconds(timeout)
     )
+    return worker.agent.bridge.block_on(begin)
 
 
 def rpc_async(
@@ -171,9 +168,10 @@ def rpc_async(
         to, func, args, kwargs, timeout: as `rpc_sync`.
     """
     worker = _need()
-    call = worker.agent.call
-    node_id = worker.find(to)
-    return worker.start(lambda: call(node_id, func, args or (), kwargs, timeout=_seconds(timeout)))
+    begin = worker.agent.prepare(
+        worker.find(to), func, args or (), kwargs, timeout=_seconds(timeout)
+    )
+    return worker.start(begin)
 
 
 def remote(
@@ -234,9 +232,8 @@ def worker_of(node_id: NodeId) -> WorkerInfo:
 def invoke_sync(ref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
     """Call a method of a reference's value and return the result."""
     agent = current_agent()
-    return agent.bridge.block_on(
-        lambda: agent.invoke(ref, name, args, kwargs, timeout=_seconds(timeout))
-    )
+    begin = agent.prepare_method(ref, name, args, kwargs, timeout=_seconds(timeout))
+    return agent.bridge.block_on(begin)
 
 
 def invoke_async(
@@ -244,18 +241,23 @@ def invoke_async(
 ) -> CallFuture[Any]:
     """Call a method of a reference's value and return a future of the result."""
     worker = _need()
-    return worker.start(
-        lambda: worker.agent.invoke(ref, name, args, kwargs, timeout=_seconds(timeout))
-    )
+    begin = worker.agent.prepare_method(ref, name, args, kwargs, timeout=_seconds(timeout))
+    return worker.start(begin)
 
 
 def invoke_remote(
     ref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float | None
 ) -> RRef[Any]:
-    """Call a method of a reference's value and return a reference to the result."""
+    """Call a method of a reference's value and return a reference to the result.
+
+    Waits for the value, and until the owner has found the method.
+    """
     worker = _need()
     made, begin = worker.agent.order_method(ref, name, args, kwargs, timeout=_seconds(timeout))
-    worker.start(begin)
+    if ref.is_owner():
+        worker.start(begin)
+    else:
+        worker.agent.bridge.block_on(begin)
     return made
 
 

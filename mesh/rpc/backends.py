@@ -28,7 +28,7 @@ Init = Callable[..., "Worker"]
 
 
 class _Registry(type):
-    """Finds backends by name as an enumeration does: ``BackendType.MESH``, ``BackendType["MESH"]``."""
+    """Finds backends by name, as an enumeration: ``BackendType.MESH``, ``BackendType["MESH"]``."""
 
     def __getattr__(cls, name: str) -> BackendType:
         try:

@@ -118,7 +118,6 @@ class MeshRpcBackendOptions(RpcBackendOptions):
         for each in found:
             if each.type != "cuda":
                 raise ValueError(
-                    "`set_devices` expect a list of CUDA devices, but got device type "
-                    f"{each.type}."
+                    f"`set_devices` expect a list of CUDA devices, but got device type {each.type}."
                 )
         self.devices = found

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from auth import IdentityError, NodeId, SocketAddress
 from mesh.rpc.errors import RpcError, RpcTimeout
+from mesh.rpc.types import register_type
 from transport import (
     AddressError,
     CborValue,
@@ -39,6 +40,7 @@ MAX_NAME = 127
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
 
+@register_type
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """One worker.

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from tests.conformance.rpc import stand_ins
+from tests.conformance.rpc import stand_ins, suites
 from tests.conformance.rpc.substitution import replace
-from tests.conformance.rpc.suites import REPLACED, SUITES
 from tests.conformance.upstream import reason
 
-TEST_SECONDS = 110.0
+TEST_SECONDS = float(os.environ.get("TS", "110"))
 """How long a test may take."""
 
 FAILED_SECONDS = 3.0
@@ -41,8 +40,12 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     kinds = load()
-    _say({name: sorted(each for each in dir(kind) if each.startswith("test"))
-          for name, kind in kinds.items()})
+    _say(
+        {
+            name: sorted(each for each in dir(kind) if each.startswith("test"))
+            for name, kind in kinds.items()
+        }
+    )
     for line in sys.stdin:
         suite, name, directory = json.loads(line)
         _say(_run(kinds[suite], name, Path(directory)))
@@ -50,19 +53,20 @@ def main() -> None:
 
 def load() -> dict[str, type[Any]]:
     """Return the classes of all tests, on the mesh."""
+    from torch.distributed.rpc import functions
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-    from torch.distributed.rpc import functions
     from mesh.rpc.functions import async_execution
 
     functions.async_execution = async_execution  # which decorates while they are imported
-    kinds = {name: suite.load() for name, suite in SUITES.items()}
+    kinds = {name: suite.load() for name, suite in suites.SUITES.items()}
     stand_ins.prepare()
-    replace(REPLACED)
-    return {
-        name: type(name, (stand_ins.Fixture, kind, MultiProcessTestCase), {})
-        for name, kind in kinds.items()
-    }
+    replace(suites.REPLACED)
+    for name, kind in kinds.items():
+        bases = (stand_ins.Fixture, kind, MultiProcessTestCase)
+        kinds[name] = type(name, bases, {"__module__": suites.__name__})
+        setattr(suites, name, kinds[name])  # where pickles of its methods find it
+    return kinds
 
 
 def _say(value: Any) -> None:

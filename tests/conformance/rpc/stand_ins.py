@@ -6,17 +6,17 @@ Each is a few lines on what ``mesh.rpc`` shows; none does what a user's program 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.rpc import api as upstream
 
 import mesh.blocking
 from auth import SecretKey, allow_any
 from mesh import rpc
 from mesh.rpc import api
+from mesh.rpc.passing import Outgoing
+from mesh.rpc.worker import Worker
 from tests.mesh.distributed.nodes import LOOPBACK
 
 __all__ = [
@@ -40,7 +40,9 @@ GRANTED = ("*", "rpc:pickle")
 
 
 def prepare() -> None:
-    """Have workers be nodes of their own on loopback, which admit each other."""
+    """Have workers be nodes on loopback that admit each other, once the tests are loaded."""
+    from torch.testing._internal.distributed.nn.api import remote_module_test
+    from torch.testing._internal.distributed.rpc import rpc_test
 
     def worker() -> mesh.blocking.Node:
         return mesh.blocking.Node.embedded(
@@ -50,8 +52,20 @@ def prepare() -> None:
     mesh.blocking.Node.worker = staticmethod(worker)  # type: ignore[method-assign, assignment]
     if not rpc.backend_registered("TENSORPIPE"):
         rpc.register_backend("TENSORPIPE", *_mesh_handlers())
+    rpc_test.FooBackendOptions = type(  # made of a class in C++ that is replaced
+        "FooBackendOptions",
+        (rpc.RpcBackendOptions,),
+        {"__init__": rpc_test.FooBackendOptions.__init__},
+    )
+    rpc_test.StubRpcAgent.begin = lambda self: None
     rpc.RRef._get_type = _get_type  # type: ignore[attr-defined]
+    rpc.RRef._serialize = _serialize  # type: ignore[attr-defined]
     rpc.RRef._get_future = _get_future  # type: ignore[attr-defined]
+    plain = [remote_module_test.ModuleCreationMode.MODULE_CTOR]  # the others are TorchScript
+    every = remote_module_test.CommonRemoteModuleTest._create_remote_module_iter
+    remote_module_test.CommonRemoteModuleTest._create_remote_module_iter = staticmethod(
+        lambda remote_device, modes=plain: every(remote_device, modes)
+    )
 
 
 class Fixture:
@@ -77,7 +91,8 @@ def options(*, _transports: object = None, _channels: object = None, **given: An
 def init_rpc(*args: Any, **kwargs: Any) -> None:
     """Become a worker, and let upstream's helpers in Python know of all workers."""
     rpc.init_rpc(*args, **kwargs)
-    upstream._ALL_WORKER_NAMES = {info.name for info in current_agent().get_worker_infos()}
+    if isinstance(api._worker, Worker):  # and not a stub
+        upstream._ALL_WORKER_NAMES = {info.name for info in current_agent().get_worker_infos()}
 
 
 def init_rpc_backend(*, store: object, **kwargs: Any) -> None:
@@ -93,7 +108,7 @@ def rpc_async(*args: Any, **kwargs: Any) -> Any:
     return future
 
 
-def worker_info(name: str, id: int) -> rpc.WorkerInfo:  # noqa: A002 - as upstream's
+def worker_info(name: str, id: int) -> rpc.WorkerInfo:
     """Return the description of a worker that is nowhere."""
     return rpc.WorkerInfo(name, id, SecretKey.generate().node_id)
 
@@ -166,6 +181,11 @@ def _type_of(ref: Any) -> type:
 def _get_future(ref: Any) -> Any:
     """Return a future of a reference's value, which does not bring it here."""
     return rpc_async(ref.owner(), _type_of, (ref,), timeout=0)
+
+
+def _serialize(ref: Any) -> Any:
+    """Return what a reference travels as."""
+    return Outgoing(ref.agent, ref.agent.node_id).pack(ref)
 
 
 def _mesh_handlers() -> tuple[Callable[..., Any], Callable[..., Any]]:

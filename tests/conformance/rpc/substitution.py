@@ -1,4 +1,4 @@
-"""Makes names in torch's suites stand for the mesh's objects, wherever they stand for upstream's."""
+"""Makes names in torch's suites that stand for upstream's objects stand for the mesh's."""
 
 from __future__ import annotations
 

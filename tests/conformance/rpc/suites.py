@@ -82,5 +82,6 @@ REPLACED: Mapping[str, str] = {
     f"{_RPC}._rref_context_get_debug_info": f"{_HERE}:reference_counts",
     "torch.distributed.autograd._get_debug_info": f"{_HERE}:autograd_counts",
     # mesh.nn
+    "torch.distributed.nn.RemoteModule": "mesh.nn:RemoteModule",
 }
 """Upstream's names, and what stands in for each."""
