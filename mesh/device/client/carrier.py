@@ -242,6 +242,7 @@ class StreamCarrier:
         fields = Fields(reply, "beginning of a session with a device")
         received = fields.integer("received")
         self.devices = [each for each in fields.items("devices", 1024) if isinstance(each, dict)]
+        self._session.moves = fields.flag("moves")
         fields.finish()
         return received
 

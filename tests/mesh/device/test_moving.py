@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 
+import anyio
+import anyio.to_thread
 import pytest
 import torch
 
 import mesh
 from mesh import blocking
+from mesh.device.client import moving
 from mesh.device.client.tensors import device_of, devices
 from mesh.errors import MeshError
 from tests.mesh.device.peer import Peer, client, peer
@@ -128,6 +132,89 @@ def test_errors_of_either_side_are_told_to_who_reads(
     with pytest.raises(MeshError, match="bytes are left"):
         z.cpu()
     assert torch.ones(1, device=one).to(other).item() == 1
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_large_tensors_go_up_and_down(shared_memory: bool, peers: tuple[Peer, Peer]) -> None:
+    before = sum(each.sizes()["tensors"] for each in peers)
+    with client(shared_memory=shared_memory) as node:
+        d = mesh.device(peers[0].ticket, node=node)
+        x = torch.arange(1 << 19, dtype=torch.int32)
+        y = x.to(d)
+        x.zero_()  # what was sent is what it was then
+        expected = torch.arange(1 << 19, dtype=torch.int32)
+        z = y * 2
+        y[1 << 18 :] = expected[: 1 << 18]  # into the middle of a storage
+        y[0] = 7
+        assert torch.equal(z.cpu(), 2 * expected)
+        after = torch.cat((expected[: 1 << 18], expected[: 1 << 18]))
+        after[0] = 7
+        assert torch.equal(y.cpu(), after)
+        view = y.view(512, 1024).t()
+        assert torch.equal(view.cpu(), after.view(512, 1024).t())
+        complex_ = torch.full((1 << 17,), 1 + 2j, device=d).conj()
+        assert torch.equal(complex_.cpu(), torch.full((1 << 17,), 1 - 2j))
+        poisoned = torch.zeros(1 << 20, device=d).index_select(0, torch.tensor([1 << 21]).to(d))
+        with pytest.raises(MeshError, match="index out of range"):
+            torch.cat((poisoned.expand(1 << 20), y.float())).cpu()
+        gc.collect()
+        devices.clear()
+    deadline = time.monotonic() + 5
+    while sum(each.sizes()["tensors"] for each in peers) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_slow_move_delays_only_what_needs_it(
+    peers: tuple[Peer, Peer], node: blocking.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = mesh.device(peers[0].ticket, node=node)
+    allowed = threading.Event()
+    send_up = moving.Mover._send_up
+
+    async def wait_first(self: moving.Mover, snapshot: torch.Tensor) -> str:
+        await anyio.to_thread.run_sync(allowed.wait)
+        return await send_up(self, snapshot)
+
+    monkeypatch.setattr(moving.Mover, "_send_up", wait_first)
+    big, here = torch.ones(1 << 18), torch.ones(3, device=d)
+    x = big.to(d)
+    total = x.sum() + here[0]  # waits
+    here += 1  # and so does this, which writes what that reads
+    other = torch.full((3,), 5.0, device=d)
+    assert (other * 2).tolist() == [10, 10, 10]
+    allowed.set()
+    assert total.item() == (1 << 18) + 1
+    assert here.tolist() == [2, 2, 2]
+
+
+def test_many_moves_are_bounded_and_keep_their_order(
+    peers: tuple[Peer, Peer], node: blocking.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "MAX_UNDERWAY", 3)
+    d = mesh.device(peers[1].ticket, node=node)
+    x = torch.zeros(1 << 18, device=d)
+    most = 0
+    for step in range(12):
+        x.copy_(torch.full((1 << 18,), float(step)))
+        mover = device_of(d).session.carrier.mover  # type: ignore[union-attr]
+        most = max(most, mover._count)  # type: ignore[union-attr]
+        x.add_(1)
+    assert x[-1].item() == 12
+    assert 1 < most <= 3
+
+
+def test_a_move_that_fails_is_told_to_who_reads(
+    peers: tuple[Peer, Peer], node: blocking.Node
+) -> None:
+    d = mesh.device(peers[1].ticket, node=node)  # with room for 64 MiB
+    x = torch.empty(65 << 20, dtype=torch.uint8, device=d)
+    y = torch.zeros(65 << 20, dtype=torch.uint8).to(d)
+    with pytest.raises(MeshError, match="bytes"):
+        y[:4].cpu()
+    with pytest.raises(MeshError, match="are left for this session"):
+        x[:4].cpu()
+    assert torch.ones(1, device=d).item() == 1
 
 
 @pytest.mark.slow  # starts one more peer
