@@ -6,16 +6,17 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import anyio
 import torch
 
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
+from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, send_part, together
-from mesh.rpc.errors import RefLost, RpcError
+from mesh.rpc.errors import RefLost, RpcError, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
 from mesh.rpc.holding import Held, Holdings
@@ -27,7 +28,7 @@ from mesh.rpc.pickled import may_unpickle
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packer, Unpacker
+from mesh.rpc.values import Packed, Packer, Unpacker
 from mesh.rpc.wire import (
     CALL_SERVICE,
     REFS_SERVICE,
@@ -51,6 +52,8 @@ from transport import (
 
 if TYPE_CHECKING:
     from mesh.node import Node
+
+_Ready: TypeAlias = tuple[Outgoing, Packed]
 
 __all__ = ["DEFAULT_TIMEOUT", "DEFAULT_WORKERS", "Agent"]
 
@@ -88,6 +91,7 @@ class Agent:
         pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
         ready: set once it answers.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
+        activity: what is under way.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Agent:
         self.owned = OwnerTable(limits or RefLimits())
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
+        self.activity = Activity()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
@@ -118,12 +123,14 @@ class Agent:
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
+        self._clock = 0.0
         self.ready = anyio.Event()
 
     async def run(self) -> None:
         """Answer peers, and see to the references between them and this node, until cancelled."""
         endpoint = self._node.endpoint
         self.lanes = self._node.lanes
+        self._clock = anyio.current_time() - time.monotonic()
         self._service.register(endpoint)
         self.autograd.register(endpoint)
         endpoint.subscribe(self._observe)
@@ -150,8 +157,8 @@ class Agent:
         return self._node.label(node_id)
 
     def references(self) -> tuple[RefRow, ...]:
-        """Return every value of this node's that others have references to."""
-        return self.owned.rows(anyio.current_time())
+        """Return every value of this node's that others have references to. For threads too."""
+        return self.owned.rows(self.now())
 
     # -- calls
 
@@ -181,6 +188,46 @@ class Agent:
         """
         target = self._target(function)
         return await self._ask(to, target, args, kwargs or {}, timeout, function=function)
+
+    def prepare(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Callable[[], Coroutine[Any, Any, Any]]:
+        """Return what makes a `call`, once, of arguments that are taken as they are now.
+
+        For threads too.
+
+        Raises:
+            Unsendable: as `call`.
+        """
+        target, seconds = self._target(function), self._seconds(timeout)
+        ready = self._pack(to, target, args, kwargs or {}, function)
+        return lambda: self._ask(to, target, (), {}, seconds, ready=ready)
+
+    def prepare_method(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Callable[[], Coroutine[Any, Any, Any]]:
+        """Return the same of `invoke`. For threads too."""
+        target, seconds = self._target_at(ref, "method", method), self._seconds(timeout)
+        ready = self._pack(ref.owner_id, target, args, kwargs or {}, None)
+
+        async def ask() -> Any:
+            if ref.created is not None:
+                await self.bridge.until_done(ref.created)
+            return await self._ask(ref.owner_id, target, (), {}, seconds, ready=ready)
+
+        return ask
 
     async def remote(
         self,
@@ -225,11 +272,7 @@ class Agent:
         For threads too: the reference can be used at once, and waits for the rest.
         """
         target = self._target(function)
-
-        async def found() -> Target:
-            return target
-
-        return self._order(to, found, args, kwargs or {}, timeout, function)
+        return self._order(to, target, args, kwargs or {}, timeout, function=function)
 
     def order_method(
         self,
@@ -241,9 +284,8 @@ class Agent:
         timeout: float | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
         """Return the same as `order`, of a method of a reference's value, at its owner."""
-        return self._order(
-            ref.owner_id, lambda: self._at(ref, "method", method), args, kwargs or {}, timeout
-        )
+        target = self._target_at(ref, "method", method)
+        return self._order(ref.owner_id, target, args, kwargs or {}, timeout, after=ref)
 
     async def invoke(
         self,
@@ -273,7 +315,7 @@ class Agent:
 
     def own(self, value: Any) -> RRef[Any]:
         """Return a reference to a value of this node's own. For threads too."""
-        owned = Owned(new_id(), time.monotonic())
+        owned = Owned(new_id(), self.now())
         owned.outcome.set_result(value)
         return RRef._of(self, owned)
 
@@ -353,28 +395,56 @@ class Agent:
         self._tasks.start_soon(function)
 
     def watch(self) -> None:
-        """Have it looked again when something here is over: something new may be."""
-        self._wake_lapse.set()
+        """Have it looked again when something here is over: something new may be. For threads."""
+        self.bridge.call_soon(lambda: self._wake_lapse.set())
+
+    def now(self) -> float:
+        """Return the time on the loop's clock. For threads too."""
+        return time.monotonic() + self._clock
 
     # -- inside
+
+    def _pack(
+        self,
+        to: NodeId,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        function: object,
+    ) -> _Ready:
+        outgoing = Outgoing(self, to)
+        packer = Packer(self.types, outgoing, pickles=self.pickles)
+        if target.kind == "pickled":
+            packer.pack(function, "the function")
+        packer.pack(tuple(args), "args")
+        packer.pack(dict(kwargs), "kwargs")
+        return outgoing, packer.packed
 
     def _order(
         self,
         to: NodeId,
-        find: Callable[[], Coroutine[Any, Any, Target]],
+        target: Target,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         timeout: float | None,
+        *,
         function: object = None,
+        after: RRef[Any] | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        seconds = self._seconds(timeout)
+        ready = self._pack(to, target, args, kwargs, function)
+
+        async def ask(create: Fork | None) -> Any:
+            if after is not None and after.created is not None:
+                await self.bridge.until_done(after.created)
+            return await self._ask(to, target, (), {}, seconds, create=create, ready=ready)
+
         if to == self.node_id:
-            owned = Owned(new_id(), time.monotonic())
+            owned = Owned(new_id(), self.now())
 
             async def compute() -> None:
                 try:
-                    value = await self._ask(
-                        to, await find(), args, kwargs, timeout, function=function
-                    )
+                    value = await ask(None)
                 except Exception as error:
                     _settle(owned.outcome, error)
                 except BaseException:
@@ -388,15 +458,7 @@ class Agent:
 
         async def begin() -> None:
             try:
-                await self._ask(
-                    to,
-                    await find(),
-                    args,
-                    kwargs,
-                    timeout,
-                    create=state.fork,
-                    function=function,
-                )
+                await ask(state.fork)
             except BaseException as error:
                 _settle(state.created, error if isinstance(error, Exception) else _cancelled())
                 raise
@@ -414,18 +476,13 @@ class Agent:
         *,
         create: Fork | None = None,
         function: object = None,
+        ready: _Ready | None = None,
     ) -> Any:
         seconds = self._seconds(timeout)
-        outgoing = Outgoing(self, to)
-        packer = Packer(self.types, outgoing, pickles=self.pickles)
-        if target.kind == "pickled":
-            packer.pack(function, "the function")
-        packer.pack(tuple(args), "args")
-        packer.pack(dict(kwargs), "kwargs")
-        packed = packer.packed
+        outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
         link = None
         try:
-            with limit(seconds, str(target), self.label(to)):
+            with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
                 what = beside(packed.tensors)
                 key = new_id() if what.apart else b""
@@ -444,6 +501,8 @@ class Agent:
             if isinstance(error, TransportError) and not isinstance(error, RpcError):
                 error.what = str(target)
                 self._node.directory.name_in(error)
+            if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
+                raise as_runtime_error(error) from error.__cause__
             raise
         refs = Incoming(self, connection.peer)
         tensors = together(answer.beside, parts)
@@ -456,9 +515,7 @@ class Agent:
             pickles=may_unpickle(connection.grant),
             received=self.autograd.answered(to, link, answer.link),
         )
-        value = unpacker.unpack()
-        unpacker.finish()
-        return value
+        return (await unpacker.unpack_all(1))[0]
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
@@ -535,6 +592,9 @@ class Agent:
     async def _at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         if ref.created is not None:
             await self.bridge.until_done(ref.created)
+        return self._target_at(ref, kind, name)
+
+    def _target_at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         state = ref.state
         key = self.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
         return Target(kind, name, key)

@@ -14,7 +14,13 @@ import torch
 from auth import Grant, NodeId, PeerIdentity
 from mesh.rpc import wire
 from mesh.rpc.carriage import Room, beside, nbytes_of, together
-from mesh.rpc.errors import NotExposed, PickleRefused, RefLost, RpcTimeout, Unsendable
+from mesh.rpc.errors import (
+    NotExposed,
+    RefLost,
+    RpcError,
+    RpcTimeout,
+    Unsendable,
+)
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
 from mesh.rpc.links import Link
@@ -24,8 +30,9 @@ from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
-from mesh.rpc.values import Packed, Packer, Received, Unpacker
+from mesh.rpc.values import Packed, Packer, Received, Unpacker, refuse_pickle
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
+from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded
 from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
 
@@ -67,13 +74,15 @@ class RpcService:
         except _Raised as raised:
             raise raised.error from None
         refs = Outgoing(self._agent, me.node_id)
-        packed = self._packed(value, refs)
+        packed = await self._packed(value, refs)
         link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
         received = self._agent.autograd.answered(me.node_id, request.link, link)
         results = [
             each.detach().clone().requires_grad_(each.requires_grad) for each in packed.tensors
         ]
-        return self._unpacked(packed.items, results, me, mine, count=1, received=received)[0]
+        return (await self._unpacked(packed.items, results, me, mine, count=1, received=received))[
+            0
+        ]
 
     def lapse(self, now: float) -> float:
         """Forget what nobody has come for; return when to call this again."""
@@ -82,20 +91,22 @@ class RpcService:
     # -- the three services
 
     async def _answer_call(self, incoming: Incoming) -> CborValue:
+        with self._agent.activity.answering():
+            return await self._answer(incoming)
+
+    async def _answer(self, incoming: Incoming) -> CborValue:
         request, peer = Request.decode(incoming.value), incoming.peer
+        if request.has_pickle and not may_unpickle(incoming.grant):
+            refused = refuse_pickle()
+            _log.warning("%s sent a pickle: %s", peer, refused)
+            incoming.connection.abort(AppCode.PROTOCOL, str(refused))
+            raise refused
         with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
-            try:
-                with self._agent.autograd.joined(request.link, peer.node_id):
-                    ended, link = await self._ended(
-                        request, together(request.beside, parts), incoming
-                    )
-            except PickleRefused as error:
-                _log.warning("%s sent a pickle: %s", peer, error)
-                incoming.connection.abort(AppCode.PROTOCOL, str(error))
-                raise
+            with self._agent.autograd.joined(request.link, peer.node_id):
+                ended, link = await self._ended(request, together(request.beside, parts), incoming)
             del parts
         if isinstance(ended, Answer):
             return ended.encode()
@@ -129,16 +140,16 @@ class RpcService:
     ) -> tuple[Packed | Answer, Link | None]:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
-        if request.create is not None:
-            self._begin(request, tensors, incoming, request.create)
-            return self._packed(None, Outgoing(self._agent, peer.node_id)), None
         try:
+            if request.create is not None:
+                await self._begin(request, tensors, incoming, request.create)
+                return await self._packed(None, Outgoing(self._agent, peer.node_id)), None
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
             return Answer(error=encode_exception(raised.error)), None
         refs = Outgoing(self._agent, peer.node_id)
         try:
-            packed = self._packed(value, refs)
+            packed = await self._packed(value, refs)
             await refs.settle()
         except Exception as error:
             refs.undo()
@@ -147,7 +158,7 @@ class RpcService:
             return Answer(error=encode_exception(error)), None
         return packed, self._agent.autograd.leaving(peer.node_id, packed.differentiable)
 
-    def _begin(
+    async def _begin(
         self,
         request: Request,
         tensors: Sequence[torch.Tensor],
@@ -158,12 +169,20 @@ class RpcService:
         peer, grant = incoming.peer, incoming.grant
         if request.target.kind in ("fetch", "gradients", "backward"):
             raise NotExposed(str(request.target), why="its result can't become a reference")
+        if request.target.kind == "method":  # which is not there, is said at once
+            await self._method(request, peer, grant)
         owned = self._agent.owned.create(create, peer.node_id, anyio.current_time())
+
+        async def counted() -> None:
+            with self._agent.activity.answering():
+                await compute()
 
         async def compute() -> None:
             try:
                 value = await self._run(request, tensors, peer, grant)
             except _Raised as raised:
+                if isinstance(raised.error, RpcTimeout):
+                    raised.error.what = f"RRef creation by {request.target}"
                 _fail(owned, raised.error)
             except Exception as error:
                 _fail(owned, error)
@@ -173,7 +192,7 @@ class RpcService:
             else:
                 self._keep(owned, value, peer.node_id, grant)
 
-        self._agent.start_soon(compute)
+        self._agent.start_soon(counted)
 
     def _keep(self, owned: Owned, value: Any, peer: NodeId, grant: Grant) -> None:
         """Keep a value for as long as anybody refers to it, if its orderer has room for it."""
@@ -206,7 +225,7 @@ class RpcService:
             return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
         is_pickled = target.kind == "pickled"
         received = self._agent.autograd.arriving(peer.node_id, request.link)
-        values = self._unpacked(
+        values = await self._unpacked(
             request.items, tensors, peer, grant, count=2 + is_pickled, received=received
         )
         args, kwargs = values[-2:]
@@ -233,28 +252,33 @@ class RpcService:
                 request, lambda: self._agent.autograd.backward_from(owned, peer.node_id, args)
             )
         if target.kind == "method":
-            owned = self._owned(target.key, peer)
-            value = await self._within(
-                request, lambda: self._agent.bridge.until_done(owned.outcome)
-            )
-            found = self._method(value, target.name, grant)
+            found = await self._method(request, peer, grant)
         elif is_pickled:
             found = values[0]
             if not callable(found) or not may_unpickle(grant):
                 raise ProtocolError("a call", why="what is to be called is no pickled function")
         else:
             found = self._agent.exposures.callable(target.name)
-        return await self._within(request, lambda: self._called(found, args, kwargs, peer))
+        return await self._within(request, lambda: self._called(request, found, args, kwargs, peer))
 
     async def _called(
-        self, found: Callable[..., Any], args: Any, kwargs: Any, peer: PeerIdentity
+        self,
+        request: Request,
+        found: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        peer: PeerIdentity,
     ) -> Any:
-        if inspect.iscoroutinefunction(found):
-            return await found(*args, **kwargs)
-        result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
-        if is_async_execution(found):
-            return await _completed(self._agent, result)
-        return result
+        try:
+            if inspect.iscoroutinefunction(found):
+                return await found(*args, **kwargs)
+            result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
+            if is_async_execution(found):
+                return await _completed(self._agent, result)
+            return result
+        except Exception as error:
+            _log.warning("%s by %s: %r", request.target, self._agent.label(peer.node_id), error)
+            raise
 
     async def _within(self, request: Request, work: Callable[[], Awaitable[Any]]) -> Any:
         with anyio.move_on_after(request.limit):
@@ -280,23 +304,34 @@ class RpcService:
         else:
             check_operator(target.name)
 
-    def _method(self, value: object, name: str, grant: Grant | None) -> Callable[..., Any]:
-        if may_unpickle(grant):  # who may run anything may call this, too
+    async def _method(
+        self, request: Request, peer: PeerIdentity, grant: Grant | None
+    ) -> Callable[..., Any]:
+        """Wait for a reference's value, and return a method of it."""
+        owned, name = self._owned(request.target.key, peer), request.target.name
+        value = await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
+        if not may_unpickle(grant):
+            return self._agent.exposures.method(value, name)
+        try:  # who may run anything may call this, too
             found: Callable[..., Any] = getattr(value, name)
-            return found
-        return self._agent.exposures.method(value, name)
+        except AttributeError as error:
+            raise _Raised(error) from error
+        return found
 
     def _owned(self, ref: bytes, peer: PeerIdentity) -> Owned:
         if peer.node_id == self._agent.node_id:
             return self._agent.own_value(ref)
         return self._agent.owned.held(ref, peer.node_id)
 
-    def _packed(self, value: Any, refs: Outgoing) -> Packed:
+    async def _packed(self, value: Any, refs: Outgoing) -> Packed:
         packer = Packer(self._agent.types, refs, pickles=self._agent.pickles)
-        packer.pack(value, "the result")
+        if self._agent.pickles:
+            await aside(lambda: packer.pack(value, "the result"))
+        else:
+            packer.pack(value, "the result")
         return packer.packed
 
-    def _unpacked(
+    async def _unpacked(
         self,
         items: list[CborValue],
         tensors: Sequence[torch.Tensor],
@@ -316,9 +351,7 @@ class RpcService:
             pickles=may_unpickle(grant),
             received=received,
         )
-        values = [unpacker.unpack() for _ in range(count)]
-        unpacker.finish()
-        return values
+        return await unpacker.unpack_all(count)
 
 
 class _Raised(Exception):
@@ -335,10 +368,11 @@ def _fail(owned: Owned, error: BaseException) -> None:
 
 
 async def _completed(agent: Agent, future: Any) -> Any:
-    if not isinstance(future, torch.futures.Future):
-        raise TypeError(
-            "Functions decorated with async_execution must return a torch.futures.Future, and this "
-            f"one has returned a {type(future).__name__}"
+    if not isinstance(future, torch._C.Future):  # which is what its then() returns
+        raise RpcError(
+            "call of an async_execution function",
+            why="Functions decorated with @rpc.async_function must return a torch.futures.Future "
+            f"object, but got {type(future).__name__}",
         )
     done = anyio.Event()
     future.add_done_callback(lambda _: agent.bridge.call_soon(done.set))

@@ -55,10 +55,14 @@ def peer(*, devices: int = 2, lease: float = 30.0, max_bytes: int = 1 << 30) -> 
             program.kill()
 
 
-def client() -> blocking.Node:
+def client(*, shared_memory: bool = True) -> blocking.Node:
     """A program's node, not open yet."""
     return blocking.Node.embedded(
-        key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG, tensors=False
+        key=SecretKey.generate(),
+        authorizer=allow_any(),
+        config=CONFIG,
+        tensors=False,
+        shared_memory=shared_memory,
     )
 
 
