@@ -95,7 +95,7 @@ class Passes:
             BackwardError: it has failed, here or elsewhere.
             ContextGone: the context has ended.
         """
-        seconds = self._agent.timeout
+        seconds = float(self._agent.timeout)
         marking = self._marked(context, losses, fast=fast, seconds=seconds)
         run = marking.begin()
         order = StartOrder(context.id, marking.id, run.number, retain_graph, seconds)

@@ -179,14 +179,15 @@ class Run:
         with self._news:
             if self.failure is None and is_there():
                 return
-            with may_block():
-                while not (self.failure or is_there()):
-                    left = self._until - time.monotonic()
-                    if left <= 0:
-                        raise self._late(what, message)
-                    self._news.wait(min(left, threading.TIMEOUT_MAX))
-            if self.failure is not None:
-                raise Aborted
+        # Outside of the lock, which the loop takes, and which this waits for.
+        with may_block(), self._news:
+            while not (self.failure or is_there()):
+                left = self._until - time.monotonic()
+                if left <= 0:
+                    raise self._late(what, message)
+                self._news.wait(min(left, threading.TIMEOUT_MAX))
+        if self.failure is not None:
+            raise Aborted
 
     def _late(self, what: str, message: int | None) -> RpcTimeout:
         record = None if message is None else self.marking.context.sent.get(message)

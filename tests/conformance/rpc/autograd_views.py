@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from mesh import autograd
 from mesh.autograd.contexts import COUNTER_BITS, Context
 from mesh.rpc import api
 from mesh.rpc.links import current_context
 
 __all__ = [
+    "FAST",
     "autograd_counts",
+    "backward",
     "current",
     "is_valid",
     "max_id",
@@ -19,6 +23,12 @@ __all__ = [
     "release",
     "retrieve",
 ]
+
+
+FAST = ("test_backward_unused_send_function",)
+"""Tests that expect what upstream's only mode does."""
+
+is_fast = False
 
 
 class SendView:
@@ -77,6 +87,11 @@ def release(number: int) -> None:
     context = _contexts().find(number)
     current_context.set(None)
     api.current_agent().autograd.end(context)
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Go backward, in the mode of the test."""
+    autograd.backward(context_id, roots, retain_graph, fast=is_fast)
 
 
 def max_id() -> int:

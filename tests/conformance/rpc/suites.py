@@ -98,13 +98,11 @@ REPLACED: Mapping[str, str] = {
             "_new_context": "new",
             "_release_context": "release",
             "_retrieve_context": "retrieve",
+            "backward": "backward",
         }.items()
     },
     # mesh.autograd, mesh.optim
-    **{
-        f"{_AUTOGRAD}.{name}": f"mesh.autograd:{name}"
-        for name in ("backward", "context", "get_gradients")
-    },
+    **{f"{_AUTOGRAD}.{name}": f"mesh.autograd:{name}" for name in ("context", "get_gradients")},
     "torch.distributed.optim.DistributedOptimizer": "mesh.optim:DistributedOptimizer",
     # mesh.nn
     "torch.distributed.nn.RemoteModule": "mesh.nn:RemoteModule",
