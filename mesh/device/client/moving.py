@@ -42,8 +42,8 @@ class Mover:
     def __init__(self, node: Node, peer: Peer, session: Session, number: bytes) -> None:
         self.node = node
         self.peer = peer
+        self.number = number
         self._session = session
-        self._number = number
 
     async def bring(self, source: Mover, request: Request, meta: TensorMeta, arrival: int) -> None:
         """Bring a tensor from another peer, or the error in its place. Raises nothing of its own.
@@ -56,13 +56,13 @@ class Mover:
         """
         try:
             object_id = await self._bring(source, request, meta)
-            arrived = Arrived(self._number, arrival, object_id)
+            arrived = Arrived(self.number, arrival, object_id)
         except MeshError as error:
-            arrived = Arrived(self._number, arrival, error=error)
+            arrived = Arrived(self.number, arrival, error=error)
         except Exception as error:
             _log.exception("a move between devices failed")
             failed = DeviceError("a move between devices", why=f"{type(error).__name__} here")
-            arrived = Arrived(self._number, arrival, error=failed)
+            arrived = Arrived(self.number, arrival, error=failed)
         try:
             await self._persist(lambda: self._report(arrived))
         except MeshError as error:
