@@ -15,6 +15,8 @@ reference, passing `RRef`, and how one travels
 carriage           tensors on their way
 workers, bridge    threads for functions that block, and the way between them and the loop
 service, agent     answering calls, and making them
+streams            what a peer's generator yields, at its reader
+serve_stream       the same at the callee, and `sources`, the generators
 api, roster        `init_rpc` and what follows it, and who takes part
 =================  ===========================================================================
 """
@@ -47,6 +49,7 @@ from mesh.rpc.options import MeshRpcBackendOptions
 from mesh.rpc.owned import RefLimits, RefRow
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import WorkerInfo
+from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, register_type
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     # calls and references
     "Agent",
     "RRef",
+    "RemoteIterator",
     "RefLimits",
     "RefRow",
     # errors

@@ -23,6 +23,7 @@ from mesh.rpc.wire import (
     Request,
     Share,
     Target,
+    Wanted,
 )
 from tensor_bridge import TensorMeta, UnsupportedTensor
 from tests.parsers.of_auth import node_ids
@@ -204,6 +205,15 @@ PARSERS = [
         values=_notes,
         write=RefNotes.encode,
         read=RefNotes.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="rpc.wanted",
+        covers=("mesh.rpc.wire.Wanted.decode",),
+        form="message",
+        values=st.builds(Wanted, st.integers(0, 1 << 62)),
+        write=Wanted.encode,
+        read=Wanted.decode,
         refuses=(ProtocolError,),
     ),
     Parser(
