@@ -456,6 +456,11 @@ class Node:
             agent.timeout = timeout
         return agent
 
+    @property
+    def agent(self) -> Agent | None:
+        """What `rpc` returns, None before its first use."""
+        return self._rpc
+
     def begin_rpc(self, *, workers: int | None = None) -> Agent:
         """Return the same as `rpc`, which may not have begun yet: see `mesh.rpc.Agent.ready`."""
         if self._rpc is None:

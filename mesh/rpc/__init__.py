@@ -17,6 +17,7 @@ workers, bridge    threads for functions that block, and the way between them an
 service, agent     answering calls, and making them
 streams            what a peer's generator yields, at its reader
 serve_stream       the same at the callee, and `sources`, the generators
+listing            what there is of references, for people
 api, roster        `init_rpc` and what follows it, and who takes part
 =================  ===========================================================================
 """
@@ -30,6 +31,7 @@ from mesh.rpc.api import (
     get_worker_info,
     init_rpc,
     is_available,
+    references,
     remote,
     rpc_async,
     rpc_sync,
@@ -69,6 +71,7 @@ __all__ = [
     "get_worker_info",
     "get_rpc_timeout",
     "is_available",
+    "references",
     "WorkerInfo",
     "MeshRpcBackendOptions",
     # calls and references

@@ -21,6 +21,7 @@ from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
 from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
 from mesh.rpc.limits import limit
+from mesh.rpc.listing import register_listing
 from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
 from mesh.rpc.passing import Incoming, Outgoing, held
@@ -125,6 +126,7 @@ class Agent:
         endpoint = self._node.endpoint
         self.lanes = self._node.lanes
         self._service.register(endpoint)
+        register_listing(self, endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
@@ -403,7 +405,7 @@ class Agent:
         packer.pack(dict(kwargs), "kwargs")
         return packer.packed
 
-    def unpacked(
+    def value_of(
         self, items: list[CborValue], tensors: Sequence[torch.Tensor], connection: Connection
     ) -> Any:
         """Return the value of an answer. Raises as `Unpacker.unpack`."""
@@ -509,7 +511,7 @@ class Agent:
             outgoing.undo()
             self.name_in(error, str(target))
             raise
-        return self.unpacked(answer.items, together(answer.beside, parts), connection)
+        return self.value_of(answer.items, together(answer.beside, parts), connection)
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]

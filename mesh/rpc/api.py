@@ -6,6 +6,7 @@ in a thread there; threads that wait for another call let others run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -13,26 +14,31 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
-from auth import NodeId
+from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
 from mesh.rpc.errors import RpcError, RpcTimeout
 from mesh.rpc.futures import CallFuture
 from mesh.rpc.options import MeshRpcBackendOptions
+from mesh.rpc.owned import RefRow
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.threads import Completer
+
+if TYPE_CHECKING:
+    from mesh.node import Node
 
 __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "references",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -175,6 +181,7 @@ def init_rpc(
             )
             agent.pickles = options.pickles
             roster.publish(node.node_id, node.addresses)
+            _show_daemon(node)
             me = WorkerInfo(name, rank, node.node_id)
             worker = _Worker(node, agent, roster, me, owns_node=owns_node)
             _current.append(agent)
@@ -289,6 +296,16 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     return worker.roster.find(worker_name, FIND_SECONDS)
 
 
+def references() -> tuple[RefRow, ...]:
+    """Return every value of this worker's that others have references to, with its holders."""
+    worker = _need()
+
+    async def look() -> tuple[RefRow, ...]:
+        return worker.agent.references()
+
+    return worker.node.run(look)
+
+
 def current_agent() -> Agent:
     """Return what `RRef` stands on.
 
@@ -355,6 +372,19 @@ def _need() -> _Worker:
             why="RPC has not been initialized. Call mesh.rpc.init_rpc first",
         )
     return _worker
+
+
+def _show_daemon(node: blocking.Node) -> None:
+    """Connect with the daemon of this program's machine, if one runs, for ``mesh refs`` to ask."""
+    with contextlib.suppress(MeshError):
+        running = None if node.node.home is None else node.node.home.running()
+        if running is not None:
+            node.portal.start_task_soon(_dial_quietly, node.node, running.node_id)
+
+
+async def _dial_quietly(node: Node, node_id: NodeId) -> None:
+    with contextlib.suppress(MeshError):
+        await node.dial(node_id, once=True)
 
 
 def _seconds(timeout: float | None) -> float | None:

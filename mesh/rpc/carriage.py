@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import anyio
 import torch
-from torch.utils._pytree import tree_leaves
 
 from auth import Grant, MeshError, NodeId
 from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen, Request
@@ -24,7 +23,6 @@ __all__ = [
     "Room",
     "beside",
     "fetch_part",
-    "nbytes_of",
     "send_part",
     "serve_receive",
     "serve_send",
@@ -102,17 +100,6 @@ class Room:
             yield
         finally:
             self.give(peer, nbytes)
-
-
-def nbytes_of(value: object) -> int:
-    """Return how much memory the tensors of a value keep, as far as they lie open in it."""
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        for storage in (leaf.untyped_storage(),)
-    }
-    return sum(storages.values())
 
 
 def beside(tensors: Sequence[torch.Tensor]) -> Beside:

@@ -13,7 +13,7 @@ import torch
 
 from auth import Grant, NodeId, PeerIdentity
 from mesh.rpc import wire
-from mesh.rpc.carriage import Room, beside, nbytes_of, together
+from mesh.rpc.carriage import Room, beside, together
 from mesh.rpc.errors import (
     NotExposed,
     PickleRefused,
@@ -31,6 +31,7 @@ from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
 from mesh.rpc.serve_stream import StreamService
+from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.sources import is_generator
 from mesh.rpc.values import Packed, Packer, Unpacker
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
