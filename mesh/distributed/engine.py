@@ -91,22 +91,21 @@ class Engine:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         inference = _has_inference_tensors(result)
         with self._lock:
-            self._refuse_if_closed(name)
+            if self._closed:
+                self._refuse_if_closed(name)
             first = self.sequence
-            what = f"{name} #{first}"
-            flights = self.flights.issue(first, [step.signature for step in steps])
+            self.sequence = first + len(steps)
+            flights = self.flights.issue(first, steps)
             is_here = here and not self._is_collecting and self._ops.claim()
-            if is_here:
-                work = MeshWork(what, result, deadline)
-            else:
-                work = self._work(what, result, deadline)
+            if not is_here:
+                work = self._work(f"{name} #{first}", result, deadline)
                 self._ops.submit(lambda: self._run(work, steps, flights, deadline, inference))
-            self.sequence += len(steps)
-        if is_here:
-            try:
-                self._run(work, steps, flights, deadline, inference)
-            finally:
-                self._ops.release()
+                return work
+        try:
+            work = MeshWork(f"{name} #{first}", result, deadline)
+            self._run(work, steps, flights, deadline, inference)
+        finally:
+            self._ops.release()
         return work
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, signature: Signature) -> MeshWork:
@@ -249,9 +248,9 @@ class Engine:
         try:
             with _mode(inference):
                 for flight, step in zip(flights, steps, strict=True):
-                    flight.started = time.monotonic()
                     sequence = flight.sequence
                     operation = Operation(self.exchange, step.signature, sequence, deadline)
+                    flight.started = operation.began
                     with operation:
                         step.run(operation)
                     flight.ended = time.monotonic()
@@ -297,10 +296,14 @@ class Engine:
         return error
 
 
-def _has_inference_tensors(result: Any) -> bool:
-    if isinstance(result, torch.Tensor):
-        return result.is_inference()
-    return isinstance(result, list | tuple) and any(map(_has_inference_tensors, result))
+def _has_inference_tensors(results: Sequence[Any]) -> bool:
+    for each in results:
+        if isinstance(each, torch.Tensor):
+            if each.is_inference():
+                return True
+        elif _has_inference_tensors(each):
+            return True
+    return False
 
 
 def _held_bytes(result: Any) -> int:
@@ -315,7 +318,18 @@ def _held_bytes(result: Any) -> int:
 def _mode(inference: bool) -> contextlib.AbstractContextManager[Any]:
     # Both are thread-local, and this is not the caller's thread. Inference tensors may only be
     # written to in inference mode.
-    return torch.inference_mode() if inference else torch.no_grad()
+    return torch.inference_mode() if inference else _NoGrad()
+
+
+class _NoGrad:
+    """As ``torch.no_grad``, in a fraction of the time."""
+
+    def __enter__(self) -> None:
+        self._was = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._was)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
