@@ -29,6 +29,7 @@ from mesh.collective import (
 )
 from mesh.collective.exchange import Check
 from mesh.distributed.flight import Flight, FlightRecorder
+from mesh.distributed.spans import Span
 from mesh.distributed.steps import Step
 from mesh.distributed.work import MeshWork
 from mesh.threads import Completer, OpThread
@@ -88,6 +89,16 @@ class Engine:
             here: the caller waits in any case: if nothing is queued, run them on its thread, which
                 spares two changes of threads, several times what a small operation takes.
         """
+        if torch.autograd._profiler_enabled():
+            with Span(f"mesh:{name}") as span:
+                work = self._start(name, result, steps, timeout, here=here)
+                span.end_with(work)
+            return work
+        return self._start(name, result, steps, timeout, here=here)
+
+    def _start(
+        self, name: str, result: Any, steps: Sequence[Step], timeout: float | None, *, here: bool
+    ) -> MeshWork:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         inference = _has_inference_tensors(result)
         with self._lock:
@@ -110,6 +121,12 @@ class Engine:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, signature: Signature) -> MeshWork:
         """Start a tagged message to `peer`."""
+        with Span("mesh:send") as span:
+            work = self._send(tensor, peer, tag, signature)
+            span.end_with(work)
+        return work
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int, signature: Signature) -> MeshWork:
         deadline = time.monotonic() + self.timeout
         payload = raw(gathered(tensor))
         what = f"send to {self.exchange.label(peer)} with tag {tag}"
@@ -134,6 +151,14 @@ class Engine:
         self, tensor: torch.Tensor, peer: int | None, tag: int, signature: Signature
     ) -> MeshWork:
         """Start the receipt of a tagged message from `peer`, a rank or None for any."""
+        with Span("mesh:recv") as span:
+            work = self._receive(tensor, peer, tag, signature)
+            span.end_with(work)
+        return work
+
+    def _receive(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, signature: Signature
+    ) -> MeshWork:
         deadline = time.monotonic() + self.timeout
         elements = gathered(tensor)
         who = "any rank" if peer is None else self.exchange.label(peer)
