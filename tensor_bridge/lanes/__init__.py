@@ -16,6 +16,7 @@ from tensor_bridge.lanes.choice import (
     choose_lane,
 )
 from tensor_bridge.lanes.lane import Lane
+from tensor_bridge.lanes.local import LocalLane
 from tensor_bridge.lanes.quic import QuicLane
 from tensor_bridge.lanes.shared import SealedLane, SharedLane, sealed_copy
 from tensor_bridge.lanes.shared.sealed import sealed_memory
@@ -26,6 +27,7 @@ __all__ = [
     "LaneConfig",
     "LaneStatus",
     "Lanes",
+    "LocalLane",
     "Offer",
     "QuicLane",
     "SealedLane",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.lowlevel
@@ -75,7 +75,7 @@ class SharedLane:
         await self._attend("receive", place.advance, functools.partial(self._receive, place))
 
     async def _send(self, payload: Payload, moved: Callable[[int], object]) -> None:
-        parts = _pieces(payload, self._link.slot_bytes)
+        parts = payload.spans(self._link.slot_bytes)
         await self._link.send(self._stream.stream_id, parts, payload.nbytes, moved)
 
     async def _receive(self, place: Place, moved: Callable[[int], object]) -> None:
@@ -169,23 +169,10 @@ async def sealed_copy(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         return tensor
     try:
         with contextlib.closing(Writer()) as writer:
-            for piece in _pieces(payload, PIECE):
+            for piece in payload.spans(PIECE):
                 writer.write(piece)
                 await anyio.lowlevel.checkpoint()
             return allocate(meta, writer.seal().storage)
     except OSError as error:
         _log.warning("no memory to hand over: %s", error.strerror)
         return tensor
-
-
-def _pieces(payload: Payload, size: int) -> Iterator[memoryview]:
-    """Cut a payload that lies in one span into parts of `size`; gather any other piece by piece."""
-    whole = payload.whole()
-    if whole is None:
-        for piece in payload.pieces():
-            yield from (piece[start : start + size] for start in range(0, len(piece), size))
-        return
-    for start in range(0, len(whole), size):
-        if not payload.is_intact():
-            raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
-        yield whole[start : start + size]
