@@ -89,7 +89,7 @@ class Engine:
             here: the caller waits in any case: if nothing is queued, run them on its thread, which
                 spares two changes of threads, several times what a small operation takes.
         """
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             with Span(f"mesh:{name}") as span:
                 work = self._start(name, result, steps, timeout, here=here)
                 span.end_with(work)
