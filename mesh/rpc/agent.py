@@ -419,7 +419,9 @@ class Agent:
         async def ask(create: Fork | None) -> Any:
             if after is not None and after.created is not None:
                 await self.bridge.until_done(after.created)
-            return await self._ask(to, target, (), {}, seconds, create=create, ready=ready)
+            return await self._ask(
+                to, target, (), {}, seconds, create=create, ready=ready, stays=True
+            )
 
         if to == self.node_id:
             owned = Owned(new_id(), self.now())
@@ -459,6 +461,7 @@ class Agent:
         create: Fork | None = None,
         function: object = None,
         ready: _Ready | None = None,
+        stays: bool = False,
     ) -> Any:
         seconds = self._seconds(timeout)
         outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
@@ -469,7 +472,7 @@ class Agent:
                 key = new_id() if what.apart else b""
                 request = Request(target, packed.items, what, seconds, create, key)
                 if to == self.node_id:
-                    return await self._service.answer_self(request, packed.tensors)
+                    return await self._service.answer_self(request, packed.tensors, stays=stays)
                 connection = await self._connected(to)
                 answer = await self._exchange(connection, request, packed.tensors)
                 if answer.error is not None:
@@ -493,7 +496,7 @@ class Agent:
             self.exposures,
             pickles=may_unpickle(connection.grant),
         )
-        return (await unpacker.unpack_all(1))[0]
+        return (await unpacker.values(1))[0]
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]

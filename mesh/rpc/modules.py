@@ -23,10 +23,10 @@ from mesh.rpc.types import registered_types
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RemoteModule", "parse_remote_device"]
+__all__ = ["RemoteModule", "remote_place"]
 
 
-def parse_remote_device(text: str) -> tuple[str | int | NodeId | None, torch.device]:
+def remote_place(text: str) -> tuple[str | int | NodeId | None, torch.device]:
     """Return the worker and its device that a text names.
 
     Args:
@@ -52,7 +52,7 @@ class RemoteModule(torch.nn.Module):
     parameters stay where they are, see `remote_parameters`; what needs them here is refused.
 
     Args:
-        remote_device: where it is to be; see `parse_remote_device`.
+        remote_device: where it is to be; see `remote_place`.
         module_cls: its class, or a function that returns it; exposed by that worker.
         args, kwargs: what it is made of, and travels as the arguments of any call.
 
@@ -71,7 +71,7 @@ class RemoteModule(torch.nn.Module):
         from mesh.rpc import api
 
         super().__init__()
-        where, device = parse_remote_device(remote_device)
+        where, device = remote_place(remote_device)
         given = (module_cls, tuple(args or ()), dict(kwargs or {}), str(device))
         to = api.get_worker_info() if where is None else where
         self._become(where, str(device), api.remote(to, create_module, given))
@@ -81,10 +81,10 @@ class RemoteModule(torch.nn.Module):
         """Return a remote module of a module that is there already.
 
         Args:
-            remote_device: where it is; see `parse_remote_device`.
+            remote_device: where it is; see `remote_place`.
             module_rref: the reference to it.
         """
-        where, device = parse_remote_device(remote_device)
+        where, device = remote_place(remote_device)
         return cls._of(where, str(device), module_rref)
 
     @classmethod

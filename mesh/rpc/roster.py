@@ -204,10 +204,10 @@ class Roster:
         """Tell the others that this worker has come as far as `what`, and a value with it."""
         self._store.set(f"{what}/{self._rank}", value)
 
-    def heard(self, what: str, rank: int) -> str | None:
+    def heard(self, what: str, rank: int, wait: float = STEP_SECONDS) -> str | None:
         """Return what a worker has said there, after a moment's wait; None if it has not."""
         key = f"{what}/{rank}"
-        if not self._wait(key, STEP_SECONDS):
+        if not self._wait(key, wait):
             return None
         return self._store.get(key).decode()
 

@@ -59,10 +59,13 @@ class RpcService:
         endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
 
-    async def answer_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Any:
+    async def answer_self(
+        self, request: Request, tensors: Sequence[torch.Tensor], *, stays: bool = False
+    ) -> Any:
         """Return the result of a node's call to itself.
 
-        What it is given and what it returns are copies, as of any other node's call.
+        What it is given and what it returns are copies, as of any other node's call; the result
+        itself, if it `stays`, to be referred to.
         """
         me, mine = PeerIdentity(self._agent.node_id), Grant(frozenset({PICKLE_SCOPE}))
         copies = [
@@ -72,6 +75,8 @@ class RpcService:
             value = await self._run(request, copies, me, mine)
         except _Raised as raised:
             raise raised.error from None
+        if stays:
+            return value
         refs = Outgoing(self._agent, me.node_id)
         packed = await self._packed(value, refs)
         results = [each.detach().clone() for each in packed.tensors]
@@ -325,7 +330,7 @@ class RpcService:
         unpacker = Unpacker(
             items, tensors, agent.types, refs, agent.exposures, pickles=may_unpickle(grant)
         )
-        return await unpacker.unpack_all(count)
+        return await unpacker.values(count)
 
 
 class _Raised(Exception):

@@ -1,4 +1,4 @@
-"""torch's own suites for remote calls pass on the mesh: all behind ``--slow``, some of each without.
+"""torch's own suites for remote calls pass on the mesh: all behind ``--slow``, some without.
 
 See `tests.conformance.rpc` for how they run, and how a suite is added.
 """
