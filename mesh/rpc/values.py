@@ -339,7 +339,7 @@ class Unpacker:
         if self._next != len(self._items):
             raise _malformed("items follow the last value")
 
-    async def values(self, count: int) -> list[Any]:
+    async def unpack_all(self, count: int) -> list[Any]:
         """Return all values, which have to be `count`; pickles are read in a thread.
 
         Raises:
