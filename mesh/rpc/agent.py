@@ -487,7 +487,11 @@ class Agent:
         function: object,
     ) -> _Ready:
         outgoing = Outgoing(self, to)
-        return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        try:
+            return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        except BaseException:
+            outgoing.undo()
+            raise
 
     def _order(
         self,

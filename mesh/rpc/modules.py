@@ -6,6 +6,7 @@ module can run it. Nothing else of it travels than arguments and results.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -201,6 +202,8 @@ def create_module(
     module_cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str
 ) -> torch.nn.Module:
     """Make a module of a class that this program exposes, on a device."""
+    if not (inspect.isclass(module_cls) or inspect.isroutine(module_cls)):
+        raise NotExposed("making of a module", why="what is to make it is no class or function")
     module = module_cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
         raise ValueError(  # noqa: TRY004 - as upstream
