@@ -487,7 +487,11 @@ class Agent:
         function: object,
     ) -> _Ready:
         outgoing = Outgoing(self, to)
-        return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        try:
+            return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        except BaseException:
+            outgoing.undo()
+            raise
 
     def _order(
         self,
@@ -506,7 +510,9 @@ class Agent:
         async def ask(create: Fork | None) -> Any:
             if after is not None and after.created is not None:
                 await self.bridge.until_done(after.created)
-            return await self._ask(to, target, (), {}, seconds, create=create, ready=ready)
+            return await self._ask(
+                to, target, (), {}, seconds, create=create, ready=ready, stays=True
+            )
 
         if to == self.node_id:
             owned = Owned(new_id(), self.now())
@@ -546,6 +552,7 @@ class Agent:
         create: Fork | None = None,
         function: object = None,
         ready: _Ready | None = None,
+        stays: bool = False,
     ) -> Any:
         seconds = self._seconds(timeout)
         outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
@@ -556,7 +563,7 @@ class Agent:
                 key = new_id() if what.apart else b""
                 request = Request(target, packed.items, what, seconds, create, key)
                 if to == self.node_id:
-                    return await self._service.answer_self(request, packed.tensors)
+                    return await self._service.answer_self(request, packed.tensors, stays=stays)
                 connection = await self.connected(to)
                 answer = await self._exchange(connection, request, packed.tensors)
                 if answer.error is not None:

@@ -67,16 +67,21 @@ class RpcService:
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
         self.streams.register(endpoint)
 
-    async def answer_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Any:
+    async def answer_self(
+        self, request: Request, tensors: Sequence[torch.Tensor], *, stays: bool = False
+    ) -> Any:
         """Return the result of a node's call to itself.
 
-        What it is given and what it returns are copies, as of any other node's call.
+        What it is given and what it returns are copies, as of any other node's call; the result
+        itself, if it `stays`, to be referred to.
         """
         me, mine = self._self()
         try:
             value = await self._run(request, _copies(tensors), me, mine)
         except _Raised as raised:
             raise raised.error from None
+        if stays:
+            return value
         return await self.copied(value)
 
     async def copied(self, value: Any) -> Any:

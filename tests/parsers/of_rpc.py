@@ -239,7 +239,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.value",
-        covers=("mesh.rpc.values.Unpacker.unpack",),
+        covers=("mesh.rpc.values.Unpacker.unpack", "mesh.rpc.values.Unpacker.unpack_all"),
         form="message",
         values=_values,
         write=_write_value,
