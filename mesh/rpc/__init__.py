@@ -16,6 +16,9 @@ modules            modules elsewhere: what `mesh.nn` is
 carriage           tensors on their way
 workers, bridge    threads for functions that block, and the way between them and the loop
 service, agent     answering calls, and making them
+streams            what a peer's generator yields, at its reader
+serve_stream       the same at the callee, and `sources`, the generators
+listing            what there is of references, for people
 api, worker        `init_rpc` and what follows it, and what it makes of a program
 roster, ending     who takes part, and how all of them end together
 backends, options  what `init_rpc` can be told
@@ -33,6 +36,7 @@ from mesh.rpc.api import (
     get_worker_info,
     init_rpc,
     is_available,
+    references,
     remote,
     rpc_async,
     rpc_sync,
@@ -58,6 +62,7 @@ from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
 from mesh.rpc.owned import RefLimits, RefRow
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import WorkerInfo
+from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, register_type
 
 __all__ = [
@@ -77,6 +82,7 @@ __all__ = [
     "get_worker_info",
     "get_rpc_timeout",
     "is_available",
+    "references",
     "WorkerInfo",
     "RpcBackendOptions",
     "MeshRpcBackendOptions",
@@ -87,6 +93,7 @@ __all__ = [
     # calls and references
     "Agent",
     "RRef",
+    "RemoteIterator",
     "RefLimits",
     "RefRow",
     # errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,20 +16,23 @@ import torch
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
 from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
-from mesh.rpc.carriage import beside, fetch_part, send_part, together
+from mesh.rpc.carriage import beside, fetch_part, together, with_parts
 from mesh.rpc.errors import RefLost, RpcError, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
-from mesh.rpc.holding import Held, Holdings
+from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
 from mesh.rpc.limits import limit
+from mesh.rpc.listing import register_listing
 from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
 from mesh.rpc.passing import Incoming, Outgoing, held
 from mesh.rpc.pickled import may_unpickle
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
+from mesh.rpc.sources import Source
+from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.wire import (
     CALL_SERVICE,
     REFS_SERVICE,
@@ -47,6 +51,7 @@ from transport import (
     PeerLeft,
     PeerRevoked,
     ProtocolError,
+    Stream,
     TransportError,
 )
 
@@ -69,9 +74,6 @@ GRACE = 1.0
 MAX_HINTS = 1024
 """Owners of whom only another peer has said where they are."""
 
-PART_GRACE = 0.5
-"""Seconds that a call has to say why a part of it was refused."""
-
 
 class Agent:
     """Calls between a node and its peers.
@@ -90,6 +92,7 @@ class Agent:
     Attributes:
         pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
         ready: set once it answers.
+        abandoned: streams of items that nobody reads any more, and that are to be given up.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
         activity: what is under way.
     """
@@ -121,6 +124,7 @@ class Agent:
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
+        self.abandoned: deque[Stream] = deque()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
         self._clock = 0.0
@@ -133,12 +137,14 @@ class Agent:
         self._clock = anyio.current_time() - time.monotonic()
         self._service.register(endpoint)
         self.autograd.register(endpoint)
+        register_listing(self, endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
                 self._tasks.start_soon(self.autograd.run)
+                self._tasks.start_soon(self._give_up)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
@@ -305,6 +311,49 @@ class Agent:
         target = await self._at(ref, "method", method)
         return await self._ask(ref.owner_id, target, args, kwargs or {}, timeout)
 
+    def stream(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> RemoteIterator:
+        """Call a generator function at a peer, and return its items as they come.
+
+        Args:
+            to, function, args, kwargs: as `call`; it may be an async generator as well.
+            timeout: seconds for each item, the first with all that goes before it; 0 for no limit.
+                The peer's loss ends the wait anyway.
+        """
+        target = self._target(function)
+
+        async def found() -> Target:
+            return target
+
+        seconds = self._seconds(timeout)
+        return RemoteIterator(self, to, found, args, kwargs or {}, seconds, function)
+
+    def stream_method(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> RemoteIterator:
+        """Return the same as `stream`, of a method of a reference's value, at its owner."""
+        return RemoteIterator(
+            self,
+            ref.owner_id,
+            lambda: self._at(ref, "method", method),
+            args,
+            kwargs or {},
+            self._seconds(timeout),
+        )
+
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
         if isinstance(ref.state, Owned):
@@ -328,7 +377,7 @@ class Agent:
             RefLost: what was to be shared is gone there.
             MeshError: it may not have heard.
         """
-        connection = await self._connected(owner)
+        connection = await self.connected(owner)
         match await connection.call(REFS_SERVICE, notes.encode()):
             case {"unknown": list(unknown)}:
                 pass
@@ -381,10 +430,6 @@ class Agent:
         target = await self._at(ref, "backward")
         await self._ask(ref.owner_id, target, (context, retain_graph), {}, None)
 
-    async def connected(self, to: NodeId) -> Connection:
-        """Return the connection with a peer; dial it if there is none. Raises as `call`."""
-        return await self._connected(to)
-
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""
         endpoint = self._node.endpoint
@@ -402,6 +447,55 @@ class Agent:
         """Return the time on the loop's clock. For threads too."""
         return time.monotonic() + self._clock
 
+    # -- for streams of items
+
+    def packed(
+        self,
+        target: Target,
+        outgoing: Outgoing,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        function: object,
+    ) -> Packed:
+        """Return what a request says beside its target. Raises `Unsendable`."""
+        packer = Packer(self.types, outgoing, pickles=self.pickles)
+        if target.kind == "pickled":
+            packer.pack(function, "the function")
+        packer.pack(tuple(args), "args")
+        packer.pack(dict(kwargs), "kwargs")
+        return packer.packed
+
+    async def value_of(
+        self,
+        items: list[CborValue],
+        tensors: Sequence[torch.Tensor],
+        connection: Connection,
+        *,
+        received: Received | None = None,
+    ) -> Any:
+        """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
+        unpacker = Unpacker(
+            items,
+            tensors,
+            self.types,
+            Incoming(self, connection.peer),
+            self.exposures,
+            pickles=may_unpickle(connection.grant),
+            received=received,
+        )
+        return (await unpacker.unpack_all(1))[0]
+
+    async def stream_here(self, request: Request, tensors: Sequence[torch.Tensor]) -> Source:
+        """Return the items of a generator of this node's own."""
+        return await self._service.streams.here(request, tensors)
+
+    def name_in(self, error: BaseException, what: str) -> None:
+        """Have an error of the connection say what it ended, and with whom as people call it."""
+        if isinstance(error, MeshError) and not isinstance(error, RpcError):
+            if isinstance(error, TransportError):
+                error.what = what
+            self._node.directory.name_in(error)
+
     # -- inside
 
     def _pack(
@@ -413,12 +507,11 @@ class Agent:
         function: object,
     ) -> _Ready:
         outgoing = Outgoing(self, to)
-        packer = Packer(self.types, outgoing, pickles=self.pickles)
-        if target.kind == "pickled":
-            packer.pack(function, "the function")
-        packer.pack(tuple(args), "args")
-        packer.pack(dict(kwargs), "kwargs")
-        return outgoing, packer.packed
+        try:
+            return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        except BaseException:
+            outgoing.undo()
+            raise
 
     def _order(
         self,
@@ -437,7 +530,9 @@ class Agent:
         async def ask(create: Fork | None) -> Any:
             if after is not None and after.created is not None:
                 await self.bridge.until_done(after.created)
-            return await self._ask(to, target, (), {}, seconds, create=create, ready=ready)
+            return await self._ask(
+                to, target, (), {}, seconds, create=create, ready=ready, stays=True
+            )
 
         if to == self.node_id:
             owned = Owned(new_id(), self.now())
@@ -477,6 +572,7 @@ class Agent:
         create: Fork | None = None,
         function: object = None,
         ready: _Ready | None = None,
+        stays: bool = False,
     ) -> Any:
         seconds = self._seconds(timeout)
         outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
@@ -489,70 +585,41 @@ class Agent:
                 link = self.autograd.leaving(to, packed.differentiable)
                 request = Request(target, packed.items, what, seconds, create, key, link)
                 if to == self.node_id:
-                    return await self._service.answer_self(request, packed.tensors)
-                connection = await self._connected(to)
+                    return await self._service.answer_self(request, packed.tensors, stays=stays)
+                connection = await self.connected(to)
                 answer = await self._exchange(connection, request, packed.tensors)
                 if answer.error is not None:
                     raise decode_exception(answer.error, peer=self.label(to), what=str(target))
-                parts = await self._fetch_parts(connection, answer)
+                parts = await self.fetch_parts(connection, answer)
         except BaseException as error:
             outgoing.undo()
             self.autograd.undo(link)
-            if isinstance(error, TransportError) and not isinstance(error, RpcError):
-                error.what = str(target)
-                self._node.directory.name_in(error)
+            self.name_in(error, str(target))
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
             raise
-        refs = Incoming(self, connection.peer)
+        received = self.autograd.answered(to, link, answer.link)
         tensors = together(answer.beside, parts)
-        unpacker = Unpacker(
-            answer.items,
-            tensors,
-            self.types,
-            refs,
-            self.exposures,
-            pickles=may_unpickle(connection.grant),
-            received=self.autograd.answered(to, link, answer.link),
-        )
-        return (await unpacker.unpack_all(1))[0]
+        return await self.value_of(answer.items, tensors, connection, received=received)
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
     ) -> Answer:
         """Send a request and its parts; return the answer."""
-        value: CborValue = None
-        limit = request.limit + GRACE
+
+        async def ask() -> CborValue:
+            return await connection.call(
+                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE
+            )
+
         if not request.key:
-            value = await connection.call(CALL_SERVICE, request.encode(), timeout=limit)
-            return Answer.decode(value)
-        failed: MeshError | None = None
-        async with anyio.create_task_group() as tasks:
+            return Answer.decode(await ask())
+        return Answer.decode(await with_parts(connection, self.lanes, request, tensors, ask))
 
-            async def send(number: int) -> None:
-                nonlocal failed
-                try:
-                    await send_part(connection, self.lanes, request.key, number, tensors[number])
-                except MeshError as error:
-                    failed = failed or error
-                    await anyio.sleep(PART_GRACE)  # for the call to say why
-                    tasks.cancel_scope.cancel()
-
-            for number in request.beside.apart:
-                tasks.start_soon(send, number)
-            try:
-                value = await connection.call(CALL_SERVICE, request.encode(), timeout=limit)
-            except MeshError as error:
-                failed = error
-            tasks.cancel_scope.cancel()
-        if value is None:
-            assert failed is not None
-            raise failed
-        return Answer.decode(value)
-
-    async def _fetch_parts(
+    async def fetch_parts(
         self, connection: Connection, answer: Answer
     ) -> Mapping[int, torch.Tensor]:
+        """Return the large tensors of an answer by their numbers; what is left is given up."""
         parts: dict[int, torch.Tensor] = {}
         try:
             for number in answer.beside.apart:
@@ -599,7 +666,8 @@ class Agent:
         key = self.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
         return Target(kind, name, key)
 
-    async def _connected(self, to: NodeId) -> Connection:
+    async def connected(self, to: NodeId) -> Connection:
+        """Return the connection with a node, made if need be and if it may be. Raises as `call`."""
         endpoint = self._node.endpoint
         connection = endpoint.connection(to)
         if connection is not None:
@@ -645,6 +713,12 @@ class Agent:
                 self.owned.forget(node_id)
             case _:
                 pass
+
+    async def _give_up(self) -> None:
+        while True:
+            await anyio.sleep(FLUSH_SECONDS)
+            while self.abandoned:
+                self.abandoned.popleft().reset()
 
     async def _lapse(self) -> None:
         while True:

@@ -6,17 +6,18 @@ in a thread there; threads that wait for another call let others run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
-from auth import NodeId
+from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
 from mesh.rpc.backends import BackendType, backend_for, register_backend
@@ -24,15 +25,20 @@ from mesh.rpc.ending import end_together
 from mesh.rpc.errors import RpcError
 from mesh.rpc.futures import CallFuture
 from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
+from mesh.rpc.owned import RefRow
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.rpc.worker import FIND_SECONDS, Worker
+
+if TYPE_CHECKING:
+    from mesh.node import Node
 
 __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "references",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -93,6 +99,7 @@ def init_rpc(
             rpc_backend_options=options,
         )
         _worker = worker
+        _show_daemon(worker.node)
         try:
             worker.begin()
         except BaseException:
@@ -203,6 +210,16 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     return worker.me if worker_name is None else worker.info(worker_name)
 
 
+def references() -> tuple[RefRow, ...]:
+    """Return every value of this worker's that others have references to, with its holders."""
+    worker = _need()
+
+    async def look() -> tuple[RefRow, ...]:
+        return worker.agent.references()
+
+    return worker.node.run(look)
+
+
 def current_agent() -> Agent:
     """Return what `RRef` stands on.
 
@@ -274,6 +291,19 @@ def _need() -> Worker:
             fix="Call mesh.rpc.init_rpc first.",
         )
     return _worker
+
+
+def _show_daemon(node: blocking.Node) -> None:
+    """Connect with the daemon of this program's machine, if one runs, for ``mesh refs`` to ask."""
+    with contextlib.suppress(MeshError):
+        running = None if node.node.home is None else node.node.home.running()
+        if running is not None:
+            node.portal.start_task_soon(_dial_quietly, node.node, running.node_id)
+
+
+async def _dial_quietly(node: Node, node_id: NodeId) -> None:
+    with contextlib.suppress(MeshError):
+        await node.dial(node_id, once=True)
 
 
 def _seconds(timeout: float | None) -> float | None:

@@ -72,6 +72,11 @@ class Outgoing:
         self._shares.append((owner, Share(fork.ref, fork.fork, self._to)))
         return self._item(owner, fork)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether the message has references."""
+        return bool(self._refs)
+
     async def settle(self) -> None:
         """Return once every owner knows of what this message gives away.
 

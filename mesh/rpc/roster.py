@@ -108,8 +108,17 @@ class Roster:
         """Tell the others who this worker is and where.
 
         Raises:
-            RpcError: another worker has its name or its rank.
+            RpcError: another worker has its name or its rank, or the job is of the other kind.
         """
+        kinds = ("dynamic", "static") if self.size is None else ("static", "dynamic")
+        self._store.add(f"kind/{kinds[0]}", 1)
+        if self._store.add(f"kind/{kinds[1]}", 0):
+            raise RpcError(
+                f"worker {self._name!r}",
+                why="RPC group mixes statically and dynamically initialized members which is not "
+                "supported.",
+                fix="Give all of its workers world_size=, or none.",
+            )
         where: list[CborValue] = [format_address(each) for each in addresses[:MAX_ADDRESSES]]
         record: CborValue = {
             "name": self._name,
@@ -195,10 +204,10 @@ class Roster:
         """Tell the others that this worker has come as far as `what`, and a value with it."""
         self._store.set(f"{what}/{self._rank}", value)
 
-    def heard(self, what: str, rank: int) -> str | None:
+    def heard(self, what: str, rank: int, wait: float = STEP_SECONDS) -> str | None:
         """Return what a worker has said there, after a moment's wait; None if it has not."""
         key = f"{what}/{rank}"
-        if not self._wait(key, STEP_SECONDS):
+        if not self._wait(key, wait):
             return None
         return self._store.get(key).decode()
 

@@ -6,14 +6,14 @@ import inspect
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import torch
 
 from auth import Grant, NodeId, PeerIdentity
 from mesh.rpc import wire
-from mesh.rpc.carriage import Room, beside, nbytes_of, together
+from mesh.rpc.carriage import Room, beside, together
 from mesh.rpc.errors import (
     NotExposed,
     RefLost,
@@ -30,6 +30,9 @@ from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
+from mesh.rpc.serve_stream import StreamService
+from mesh.rpc.sizes import nbytes_of
+from mesh.rpc.sources import is_generator
 from mesh.rpc.values import Packed, Packer, Received, Unpacker, refuse_pickle
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
 from mesh.rpc.workers import aside
@@ -39,9 +42,12 @@ from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
 
-__all__ = ["RpcService"]
+__all__ = ["Found", "RpcService"]
 
 _Function = Callable[[], Any]
+
+Found: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""What a request names, and the arguments for it."""
 
 _log = logging.getLogger("quicmesh.rpc")
 
@@ -53,36 +59,47 @@ class RpcService:
         self._agent = agent
         self._room = Room()
         self._parts = Parts(agent, self._room)
+        self.streams = StreamService(agent, self, self._room, self._parts)
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers whose grant has the scope for it."""
         endpoint.register_call(wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE)
         endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
+        self.streams.register(endpoint)
 
-    async def answer_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Any:
+    async def answer_self(
+        self, request: Request, tensors: Sequence[torch.Tensor], *, stays: bool = False
+    ) -> Any:
         """Return the result of a node's call to itself.
 
-        What it is given and what it returns are copies, as of any other node's call.
+        What it is given and what it returns are copies, as of any other node's call; the result
+        itself, if it `stays`, to be referred to.
         """
-        me, mine = PeerIdentity(self._agent.node_id), Grant(frozenset({PICKLE_SCOPE}))
-        copies = [
-            tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors
-        ]
+        me, mine = self._self()
         try:
-            value = await self._run(request, copies, me, mine)
+            value = await self._run(request, _copies(tensors), me, mine)
         except _Raised as raised:
             raise raised.error from None
-        refs = Outgoing(self._agent, me.node_id)
-        packed = await self._packed(value, refs)
-        link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
-        received = self._agent.autograd.answered(me.node_id, request.link, link)
-        results = [
-            each.detach().clone().requires_grad_(each.requires_grad) for each in packed.tensors
-        ]
-        return (await self._unpacked(packed.items, results, me, mine, count=1, received=received))[
-            0
-        ]
+        if stays:
+            return value
+        return await self.copied(value, request.link)
+
+    async def copied(self, value: Any, asked: Link | None = None) -> Any:
+        """Return a result of a node's own as another node would get it. Raises `Unsendable`."""
+        me, mine = self._self()
+        packed = await self.packed(value, Outgoing(self._agent, me.node_id))
+        received = None
+        if asked is not None:
+            link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
+            received = self._agent.autograd.answered(me.node_id, asked, link)
+        results = _copies(packed.tensors)
+        values = await self._unpacked(packed.items, results, me, mine, count=1, received=received)
+        return values[0]
+
+    async def found_by_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Found:
+        """Return the same as `found` for a node's request to itself."""
+        return await self.found(request, _copies(tensors), *self._self())
 
     def lapse(self, now: float) -> float:
         """Forget what nobody has come for; return when to call this again."""
@@ -143,13 +160,13 @@ class RpcService:
         try:
             if request.create is not None:
                 await self._begin(request, tensors, incoming, request.create)
-                return await self._packed(None, Outgoing(self._agent, peer.node_id)), None
+                return await self.packed(None, Outgoing(self._agent, peer.node_id)), None
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
             return Answer(error=encode_exception(raised.error)), None
         refs = Outgoing(self._agent, peer.node_id)
         try:
-            packed = await self._packed(value, refs)
+            packed = await self.packed(value, refs)
             await refs.settle()
         except Exception as error:
             refs.undo()
@@ -223,16 +240,8 @@ class RpcService:
         if target.kind == "fetch":
             owned = self._owned(target.key, peer)
             return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
-        is_pickled = target.kind == "pickled"
-        received = self._agent.autograd.arriving(peer.node_id, request.link)
-        values = await self._unpacked(
-            request.items, tensors, peer, grant, count=2 + is_pickled, received=received
-        )
+        values = await self._arguments(request, tensors, peer, grant)
         args, kwargs = values[-2:]
-        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-            raise ProtocolError("a call", why="its arguments are no tuple and dict")
-        if any(not isinstance(name, str) for name in kwargs):
-            raise ProtocolError("a call", why="the name of an argument is no text")
         if target.kind == "operator":
             bound = MAX_RESULT_BYTES
             if grant is not None and grant.quotas.max_bytes is not None:
@@ -251,15 +260,63 @@ class RpcService:
             return await self._within(
                 request, lambda: self._agent.autograd.backward_from(owned, peer.node_id, args)
             )
-        if target.kind == "method":
-            found = await self._method(request, peer, grant)
-        elif is_pickled:
-            found = values[0]
-            if not callable(found) or not may_unpickle(grant):
-                raise ProtocolError("a call", why="what is to be called is no pickled function")
-        else:
-            found = self._agent.exposures.callable(target.name)
+        found = await self._callee(request, values, peer, grant)
         return await self._within(request, lambda: self._called(request, found, args, kwargs, peer))
+
+    async def found(
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        peer: PeerIdentity,
+        grant: Grant | None,
+    ) -> Found:
+        """Return what a request that is for no operator names, and its arguments.
+
+        Raises:
+            MeshError: there is no such thing, or not for this peer.
+            Exception: why the value whose method it is never came to be.
+        """
+        values = await self._arguments(request, tensors, peer, grant)
+        try:
+            found = await self._callee(request, values, peer, grant)
+        except _Raised as raised:
+            raise raised.error from None
+        return found, values[-2], values[-1]
+
+    async def _arguments(
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        peer: PeerIdentity,
+        grant: Grant | None,
+    ) -> list[Any]:
+        """Return the arguments of a request, a tuple and a dict; before them what is pickled."""
+        count = 3 if request.target.kind == "pickled" else 2
+        received = self._agent.autograd.arriving(peer.node_id, request.link)
+        values = await self._unpacked(
+            request.items, tensors, peer, grant, count=count, received=received
+        )
+        args, kwargs = values[-2:]
+        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+            raise ProtocolError("a call", why="its arguments are no tuple and dict")
+        if any(not isinstance(name, str) for name in kwargs):
+            raise ProtocolError("a call", why="the name of an argument is no text")
+        return values
+
+    async def _callee(
+        self, request: Request, values: list[Any], peer: PeerIdentity, grant: Grant | None
+    ) -> Callable[..., Any]:
+        """Return the function or method that a request names."""
+        target = request.target
+        if target.kind == "method":
+            return await self._method(request, peer, grant)
+        if target.kind == "pickled":
+            function = values[0]
+            if not callable(function) or not may_unpickle(grant):
+                raise ProtocolError("a call", why="what is to be called is no pickled function")
+            found: Callable[..., Any] = function
+            return found
+        return self._agent.exposures.callable(target.name)
 
     async def _called(
         self,
@@ -272,6 +329,12 @@ class RpcService:
         try:
             if inspect.iscoroutinefunction(found):
                 return await found(*args, **kwargs)
+            if is_generator(found):
+                raise RpcError(
+                    f"call of {found.__qualname__!r:.80}",
+                    why="it is a generator function, and has no one result",
+                    fix="Read its items as they come: async for item in peer.stream(...).",
+                )
             result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
             if is_async_execution(found):
                 return await _completed(self._agent, result)
@@ -304,6 +367,10 @@ class RpcService:
         else:
             check_operator(target.name)
 
+    def _self(self) -> tuple[PeerIdentity, Grant]:
+        """Return who this node is to itself, and what it lets itself do."""
+        return PeerIdentity(self._agent.node_id), Grant(frozenset({PICKLE_SCOPE}))
+
     async def _method(
         self, request: Request, peer: PeerIdentity, grant: Grant | None
     ) -> Callable[..., Any]:
@@ -323,7 +390,8 @@ class RpcService:
             return self._agent.own_value(ref)
         return self._agent.owned.held(ref, peer.node_id)
 
-    async def _packed(self, value: Any, refs: Outgoing) -> Packed:
+    async def packed(self, value: Any, refs: Outgoing) -> Packed:
+        """Return a result as it travels. Raises `Unsendable`."""
         packer = Packer(self._agent.types, refs, pickles=self._agent.pickles)
         if self._agent.pickles:
             await aside(lambda: packer.pack(value, "the result"))
@@ -360,6 +428,10 @@ class _Raised(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
 def _fail(owned: Owned, error: BaseException) -> None:

@@ -4,10 +4,12 @@
 ``rpc.call``    a call: `Request` in, `Answer` out
 ``rpc.part``    a stream: one large tensor of either, `PartOpen` in, `PartAccepted` out
 ``rpc.refs``    a call: `RefNotes` in, the references unknown to their owner out
+``rpc.stream``  a stream: a generator's `Request`, then `Wanted` in, an `Answer` for each item out
 ==============  ==========================================================================
 
 A message whose large tensors travel apart has a `key`, under which they do. Those of a request are
-sent while it waits for them; those of an answer are fetched.
+sent while it waits for them; those of an answer are fetched. A stream of items ends with the
+stream; an `Answer` that is an error is its last.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ __all__ = [
     "PART_SERVICE",
     "REFS_SERVICE",
     "SCOPE",
+    "STREAM_SERVICE",
     "Answer",
     "Beside",
     "Fork",
@@ -39,9 +42,11 @@ __all__ = [
     "Request",
     "Share",
     "Target",
+    "Wanted",
 ]
 
 CALL_SERVICE, PART_SERVICE, REFS_SERVICE = "rpc.call", "rpc.part", "rpc.refs"
+STREAM_SERVICE = "rpc.stream"
 
 SCOPE = "rpc:call"
 """What a peer needs to call anything here."""
@@ -54,6 +59,9 @@ MAX_NOTES = 1024
 """Most entries of each kind in one `RefNotes`."""
 
 MAX_SECONDS = 1e9
+
+MAX_WANTED = 1 << 62
+"""Most items of one stream."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -329,6 +337,25 @@ class PartAccepted:
         if lane is not None and not (isinstance(lane, str) and 0 < len(lane) <= MAX_LANE):
             raise fields.wrong(f"'chosen' must be a name of 1 to {MAX_LANE} characters")
         return cls(lane)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """How many items of a stream its reader has asked for so far, in all."""
+
+    count: int
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {"wanted": self.count}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "items that are wanted")
+        message = cls(fields.integer("wanted", high=MAX_WANTED))
+        fields.finish()
+        return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -427,7 +427,7 @@ class ProcessEngine:
             await anyio.sleep(self._config.liveness / LOOKS)
             now = time.monotonic()
             if self._pulse.is_lost(now, processor_time(child.pid)):
-                self._why = f"it did nothing for {self._config.liveness:g} s: was it stopped?"
+                self._why = f"it did nothing for {self._config.liveness:g} s, as if it were stopped"
                 child.kill()
             elif self._answers.is_lost(now, None):
                 self._why = f"it has not answered for {ANSWER_SECONDS:g} s"

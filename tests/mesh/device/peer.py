@@ -70,7 +70,9 @@ class _Admit:
     """Lets everybody in for devices, with a quota."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._grant = Grant(frozenset({"device", "tensor"}), quotas=Quotas(max_bytes=max_bytes))
+        self._grant = Grant(
+            frozenset({"collective", "device", "tensor"}), quotas=Quotas(max_bytes=max_bytes)
+        )
 
     async def authorize(self, request: AccessRequest) -> Grant:
         return self._grant

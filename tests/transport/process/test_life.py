@@ -231,7 +231,7 @@ async def test_a_process_that_is_stopped_is_replaced_by_an_error() -> None:
         with anyio.fail_after(5):
             error = await connection.wait_closed()
         assert isinstance(error, EndpointLost)
-        assert "was it stopped?" in str(error)
+        assert "as if it were stopped" in str(error)
 
 
 async def test_signals_to_everybody_do_not_end_it() -> None:
