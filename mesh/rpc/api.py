@@ -335,6 +335,7 @@ def _init(
             )
         )
         agent.pickles = options.pickles
+        agent.autograd.worker_id = rank
         me = WorkerInfo(name, rank, node.node_id)
         return Worker(node, agent, roster, me, owns_node=owns_node)
     except BaseException:

@@ -31,12 +31,14 @@ PUBLIC = {
     "Ticket",
     "allow_any",
     "any_of",
+    "autograd",
     "blocking",
     "deny_all",
     "describe",
     "device",
     "devices",
     "errors",
+    "optim",
     "rpc",
 }
 
