@@ -443,12 +443,12 @@ class Collective:
             context = self._context
             context._check_usable(f"resolving of {self._call.kind}")
             found: dict[int, torch.Tensor] = {}
+            if any(part.next <= self._number for part in context._parts):
+                raise DeviceError(
+                    f"resolving of {self._call.kind}",
+                    why="not all devices have contributed to it",
+                )
             for part in context._parts:
-                if part.next <= self._number:
-                    raise DeviceError(
-                        f"resolving of {self._call.kind}",
-                        why="not all devices have contributed to it",
-                    )
                 results = part.take(self._number, self._shape, self._dtype, waits=waits)
                 found.update(zip(part.ranks, results, strict=True))
             self._results = [found[rank] for rank in range(len(context.devices))]
