@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         any_of,
         deny_all,
     )
-    from mesh import blocking, errors, rpc
+    from mesh import blocking, errors, rpc, train
     from mesh.device.api import describe, device, devices
     from mesh.device.groups.context import DistributedContext, ReduceOperation
     from mesh.errors import AccessDenied, MeshError
@@ -62,6 +62,7 @@ __all__ = [
     "describe",
     "DistributedContext",
     "ReduceOperation",
+    "train",
     # identity and policy
     "NodeId",
     "SecretKey",

@@ -38,6 +38,7 @@ PUBLIC = {
     "devices",
     "errors",
     "rpc",
+    "train",
 }
 
 

@@ -79,6 +79,8 @@ class DistributedContext:
         self.timeout = float(timeout)
         self._lock = threading.Lock()
         self._next = 0
+        self._turns = [0] * len(self.devices)
+        """For each device the number of the operation that it has to contribute to next."""
         self._bond: Bond | None = None
         self._parts: tuple[Part, ...] = ()
         self._state = "not entered yet"
@@ -328,13 +330,15 @@ class Starting:
         if tensor.device != context.devices[rank]:
             why = f"a tensor is on '{tensor.device}', and it is the turn of {context.devices[rank]}"
             raise DeviceError(what, why=why)
-        if rank not in self._left[part] or part.next != self._number:
+        turn = context._turns[rank]
+        if turn != self._number:
             raise DeviceError(
                 what,
-                why=f"'{tensor.device}' is at operation {part.next} of the group, and this is "
+                why=f"'{tensor.device}' is at operation {turn} of the group, and this is "
                 f"operation {self._number}",
                 fix="All devices take part in the same operations, in the same order.",
             )
+        context._turns[rank] += 1
         self._left[part].discard(rank)
         self._like = tensor if self._like is None else self._like
         self._tensors[rank] = tensor.detach()
