@@ -133,11 +133,17 @@ async def test_remote_calls_keep_to_the_schema(frames):
             await (await client.rpc()).invoke(ref, "add_", (1,))
         with pytest.raises(TypeError):
             await there.call(torch.add, large, None)
+        items = there.stream("tests.mesh.rpc.exposures.items", large, 2)
+        assert [item.shape async for item in items] == [large.shape] * 2
+        answer = await (await other.connection()).call("node.refs")
+        assert len(answer["references"]) == 1
+        with pytest.raises(TypeError):
+            await anext(there.stream("tests.mesh.rpc.exposures.items"))
         await eventually(lambda: any(b"rpc.refs" in data for data in frames))
     for data in frames:
         SCHEMA.validate_cbor(data)
     said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
-    assert said >= {"rpc.call", "rpc.part", "rpc.refs"}
+    assert said >= {"rpc.call", "rpc.part", "rpc.refs", "rpc.stream", "rpc.list", "node.refs"}
 
 
 async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
@@ -170,6 +176,8 @@ async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
         {"moved": 1, "more": 2},
         {"s": "device.session", "v": {"session": bytes(15), "received": 0, "new": True}},
         {"s": "rpc.call", "v": {"target": {"kind": "eval", "name": "x"}}},
+        {"wanted": -1},
+        {"s": "rpc.stream", "v": {"wanted": 1}},
         {"s": "rpc.refs", "v": {"shared": [], "confirmed": [], "dropped": [], "left": [bytes(15)]}},
         {"s": "device.arrived", "v": {"session": bytes(16), "arrival": 1}},
     ],

@@ -36,6 +36,11 @@ class Bridge:
             finally:
                 self._portal = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody can be waited for."""
+        return self._portal is not None
+
     def block_on(self, function: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         """Run a coroutine in the loop and return its result, to a thread.
 
@@ -95,6 +100,7 @@ async def _run(function: Callable[[], None]) -> None:
 def _over() -> RpcError:
     return RpcError(
         "a remote call",
-        why="the agent has been shut down",
+        why="the agent has been shut down, and with it the references that this node had: Cannot "
+        "call to_here() on it after deletion",
         fix="Wait for what is under way before rpc.shutdown(), or before the node is closed.",
     )

@@ -4,10 +4,12 @@
 ``rpc.call``    a call: `Request` in, `Answer` out
 ``rpc.part``    a stream: one large tensor of either, `PartOpen` in, `PartAccepted` out
 ``rpc.refs``    a call: `RefNotes` in, the references unknown to their owner out
+``rpc.stream``  a stream: a generator's `Request`, then `Wanted` in, an `Answer` for each item out
 ==============  ==========================================================================
 
 A message whose large tensors travel apart has a `key`, under which they do. Those of a request are
-sent while it waits for them; those of an answer are fetched.
+sent while it waits for them; those of an answer are fetched. A stream of items ends with the
+stream; an `Answer` that is an error is its last.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import math
 from typing import Self
 
 from auth import IdentityError, NodeId
-from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS
+from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS, has_pickle
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_LANE, lanes_of
@@ -29,6 +31,7 @@ __all__ = [
     "PART_SERVICE",
     "REFS_SERVICE",
     "SCOPE",
+    "STREAM_SERVICE",
     "Answer",
     "Beside",
     "Fork",
@@ -38,9 +41,11 @@ __all__ = [
     "Request",
     "Share",
     "Target",
+    "Wanted",
 ]
 
 CALL_SERVICE, PART_SERVICE, REFS_SERVICE = "rpc.call", "rpc.part", "rpc.refs"
+STREAM_SERVICE = "rpc.stream"
 
 SCOPE = "rpc:call"
 """What a peer needs to call anything here."""
@@ -53,6 +58,9 @@ MAX_NOTES = 1024
 """Most entries of each kind in one `RefNotes`."""
 
 MAX_SECONDS = 1e9
+
+MAX_WANTED = 1 << 62
+"""Most items of one stream."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,6 +211,11 @@ class Request:
         return cls(target, items, beside, seconds, create, key)
 
     @property
+    def has_pickle(self) -> bool:
+        """Whether a part of it is a pickle."""
+        return self.target.kind == "pickled" or has_pickle(self.items)
+
+    @property
     def limit(self) -> float:
         """The time limit in seconds, infinite if there is none."""
         return self.seconds or math.inf
@@ -307,6 +320,25 @@ class PartAccepted:
         if lane is not None and not (isinstance(lane, str) and 0 < len(lane) <= MAX_LANE):
             raise fields.wrong(f"'chosen' must be a name of 1 to {MAX_LANE} characters")
         return cls(lane)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """How many items of a stream its reader has asked for so far, in all."""
+
+    count: int
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {"wanted": self.count}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "items that are wanted")
+        message = cls(fields.integer("wanted", high=MAX_WANTED))
+        fields.finish()
+        return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

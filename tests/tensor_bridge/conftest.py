@@ -84,7 +84,7 @@ def _is_left_out(item: pytest.Item, *, has_time: bool) -> bool:
     params = getattr(getattr(item, "callspec", None), "params", {})
     module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
     lane, names = params.get("lane"), {getattr(item, "originalname", None), params.get("name")}
-    if module not in OVER_EACH_LANE or lane not in ("shared-memory", nodes.PROCESS):
+    if module not in OVER_EACH_LANE or lane in (None, "quic"):
         return False
     if lane == nodes.PROCESS and (names | {module}) & NOT_IN_A_PROCESS:
         return True

@@ -34,11 +34,14 @@ from mesh.device.errors import DeviceError, SessionLost
 from mesh.device.server.executor import ExecutorLimits, serve
 from mesh.device.server.machine import MachineLimits
 
-__all__ = ["CAN_FORK", "Executor", "Nursery", "main"]
+__all__ = ["CAN_FORK", "CAN_HAND_OVER", "Executor", "Nursery", "main"]
 
 _log = logging.getLogger("quicmesh.device")
 
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+
+CAN_HAND_OVER = CAN_FORK and hasattr(os, "memfd_create")
+"""Whether memory passes between this process and executors by its descriptor."""
 
 START_SECONDS = 60.0
 """How long loading torch may take, on a machine that is busy."""

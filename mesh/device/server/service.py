@@ -17,7 +17,7 @@ from mesh.device.groups.service import GroupService
 from mesh.device.handover import ARRIVED_CALL, Arrived
 from mesh.device.server.executor import ExecutorLimits
 from mesh.device.server.machine import MachineLimits
-from mesh.device.server.nursery import Executor, Nursery
+from mesh.device.server.nursery import CAN_HAND_OVER, Executor, Nursery
 from mesh.device.server.session import ServerSession
 from tensor_bridge import TensorStore
 from tensor_bridge.fields import Fields
@@ -173,8 +173,15 @@ class DeviceService:
             if not is_new or self._is_closed:
                 raise _unknown()
             session = await self._start(request, key)
+        permits = request.grant.permits
+        moves = (
+            CAN_HAND_OVER
+            and self._store is not None
+            and permits("tensor:put")
+            and permits("tensor:read")
+        )
         await request.stream.send_reply(
-            {"received": session.link.received, "devices": list(self._facts)}
+            {"received": session.link.received, "devices": list(self._facts), "moves": moves}
         )
         try:
             async with request.stream:

@@ -65,10 +65,14 @@ def peer(
             program.kill()
 
 
-def client() -> blocking.Node:
+def client(*, shared_memory: bool = True) -> blocking.Node:
     """A program's node, not open yet."""
     return blocking.Node.embedded(
-        key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG, tensors=False
+        key=SecretKey.generate(),
+        authorizer=allow_any(),
+        config=CONFIG,
+        tensors=False,
+        shared_memory=shared_memory,
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import anyio
@@ -108,6 +109,17 @@ async def count_to(count: int) -> int:
 
 def make(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32)
+
+
+def items(value: Any, times: int) -> Iterator[Any]:
+    for _ in range(times):
+        yield value
+
+
+async def items_async(value: Any, times: int) -> AsyncIterator[Any]:
+    for _ in range(times):
+        await anyio.lowlevel.checkpoint()
+        yield value
 
 
 def nap(seconds: float) -> str:
