@@ -79,7 +79,7 @@ class _Poisoned(Exception):
     """A tensor was to be used that does not exist because an operation has failed."""
 
     def __init__(self, failure: wire.Failure) -> None:
-        super().__init__(failure)
+        super().__init__(str(failure.error))
         self.failure = failure
 
 
