@@ -44,11 +44,14 @@ if TYPE_CHECKING:
         synchronize,
         synchronize_async,
     )
+    from mesh.device.client.capturing import Captured, capture
     from mesh.device.server.service import DeviceLimits, DeviceService
 
 __all__ = [
     # on the program's side; the module itself, called, is `mesh.device.api.device`
+    "Captured",
     "DeviceInfo",
+    "capture",
     "close",
     "describe",
     "device_async",
@@ -92,6 +95,8 @@ if not TYPE_CHECKING:  # Whoever offers no devices, and uses none, does not wait
                 ),
                 "mesh.device.api",
             ),
+            "Captured": "mesh.device.client.capturing",
+            "capture": "mesh.device.client.capturing",
             "DeviceLimits": "mesh.device.server.service",
             "DeviceService": "mesh.device.server.service",
         },

@@ -21,6 +21,7 @@ from mesh.device.errors import DeviceError, OperationFailed
 from mesh.device.server.later import Later, Step
 from mesh.device.server.program import Made, Program
 from mesh.device.server.randomness import RandomStates
+from mesh.device.server.sequence import Sequences
 from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
 from tensor_bridge.codec import memory_order
 from transport import CborValue, LimitExceeded, ProtocolError
@@ -107,6 +108,7 @@ class Machine:
         self._programs: dict[int, Program] = {}
         self._known: dict[wire.Geometry, wire.Geometry] = {}
         self._later = Later()
+        self._sequences = Sequences()
         self._places: dict[int, _Place] = {}
         """Where what is expected belongs."""
         self._come: dict[int, int | MeshError | None] = {}
@@ -159,12 +161,20 @@ class Machine:
                     case wire.Seed(device, value):
                         place = self._check_device(device)
                         seed = partial(self._random.seed, place, value)
-                        later.do(Step(seed, random=place))
+                        later.do(Step(seed, random=(place,)))
                     case wire.Forget(number):
                         self._forget(number)
                     case wire.Poison(handle, error):
                         replace = partial(self._replace, handle, wire.Failure(error))
                         later.do(Step(replace, (), (handle,)))
+                    case wire.Replay(number):
+                        sequence = self._sequences[number]
+                        later.do(sequence.step(run, self._release))
+                    case wire.Capture(number, steps):
+                        depends = partial(_step_of, run=run)
+                        self._sequences.add(number, steps, programs, depends)
+                    case wire.Drop(number):
+                        self._sequences.drop(number)
 
     # -- what comes and goes beside the batches
 
@@ -598,7 +608,7 @@ def _step_of(
             *values[start : start + program.count],
             *(values[index] for index in program.written),
         ),
-        program.template.device if draws else None,
+        (program.template.device,) if draws else (),
         name == wire.WAIT,
     )
 
