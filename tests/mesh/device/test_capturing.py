@@ -134,10 +134,12 @@ def test_what_can_not_be_captured_is_refused(d: torch.device) -> None:
         x += torch.ones(4).to(d)
     with pytest.raises(DeviceError, match="nothing is captured"):
         step.replay()
-    gone = torch.ones(4).to(d)
+
+    def let_go(gone: list[torch.Tensor]) -> None:
+        x.add_(gone.pop())
+
     with pytest.raises(DeviceError, match="were let go of"), mesh.device.capture(d):
-        x += gone
-        del gone
+        let_go([torch.ones(4).to(d)])
     with (
         pytest.raises(DeviceError, match="others are captured now"),
         mesh.device.capture(d),
