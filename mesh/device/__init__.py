@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mesh.device.api import (
         DeviceInfo,
         close,
+        configure,
         describe,
         device_async,
         devices,
@@ -53,6 +54,7 @@ __all__ = [
     "DeviceInfo",
     "capture",
     "close",
+    "configure",
     "describe",
     "device_async",
     "devices",
@@ -85,6 +87,7 @@ if not TYPE_CHECKING:  # Whoever offers no devices, and uses none, does not wait
                 (
                     "DeviceInfo",
                     "close",
+                    "configure",
                     "describe",
                     "device_async",
                     "devices",

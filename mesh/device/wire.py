@@ -16,6 +16,7 @@ one after the other, little-endian, without padding::
     CAPTURE  9  u32 sequence, u32 length, messages: RUN and RELEASE alone
     REPLAY  10  u32 sequence
     DROP    11  u32 sequence
+    CONTENT 12  u64 bytes: that the session makes do with
 
     DATA     1  u64 request, u8 whether it is the last, bytes
     VALUE    2  u64 request, CBOR
@@ -77,6 +78,7 @@ __all__ = [
     "Argument",
     "Ask",
     "Capture",
+    "Content",
     "Define",
     "DeviceOf",
     "Drop",
@@ -100,6 +102,7 @@ __all__ = [
     "answer",
     "ask",
     "capture",
+    "content",
     "data_answer",
     "decode_result",
     "decode_template",
@@ -130,7 +133,7 @@ MAX_BATCH = 1 << 20
 MAX_TEXT = 64
 
 _RUN, _ASK, _DEFINE, _RELEASE, _WRITE, _SEED, _FORGET, _POISON = 1, 2, 3, 4, 5, 6, 7, 8
-_CAPTURE, _REPLAY, _DROP = 9, 10, 11
+_CAPTURE, _REPLAY, _DROP, _CONTENT = 9, 10, 11, 12
 _DATA, _VALUE, _FAILED, _FATAL = 1, 2, 3, 4
 
 _RUN_HEAD = struct.Struct("<BI")
@@ -140,6 +143,7 @@ _COUNT_HEAD = struct.Struct("<BI")
 _WRITE_HEAD = struct.Struct("<BQQI")
 _POISON_HEAD = struct.Struct("<BQI")
 _SEED_HEAD = struct.Struct("<BHQ")
+_CONTENT_FORM = struct.Struct("<BQ")
 _ANSWER_HEAD = struct.Struct("<BQ")
 
 
@@ -218,8 +222,25 @@ class Drop(NamedTuple):
     sequence: int
 
 
+class Content(NamedTuple):
+    """The bytes that the session makes do with, of those it may have."""
+
+    max_bytes: int
+
+
 Message: TypeAlias = (
-    Run | Ask | Define | Release | Write | Seed | Forget | Poison | Capture | Replay | Drop
+    Run
+    | Ask
+    | Define
+    | Release
+    | Write
+    | Seed
+    | Forget
+    | Poison
+    | Capture
+    | Replay
+    | Drop
+    | Content
 )
 
 RUN_KIND, ASK_KIND = _RUN, _ASK
@@ -279,6 +300,11 @@ def replay(sequence: int) -> bytes:
 def drop(sequence: int) -> bytes:
     """Return that a sequence will not be run again."""
     return _COUNT_HEAD.pack(_DROP, sequence)
+
+
+def content(max_bytes: int) -> bytes:
+    """Return that the session makes do with so many bytes."""
+    return _CONTENT_FORM.pack(_CONTENT, max_bytes)
 
 
 # -- reading a batch
@@ -357,6 +383,9 @@ def read_batch(data: memoryview, layout_of: Callable[[int], Layout | None]) -> I
             elif kind == _DROP:
                 yield Drop(_COUNT_HEAD.unpack_from(data, at)[1])
                 at += _COUNT_HEAD.size
+            elif kind == _CONTENT:
+                yield Content(_CONTENT_FORM.unpack_from(data, at)[1])
+                at += _CONTENT_FORM.size
             else:
                 raise _bad(f"there is no message of kind {kind}")
     except struct.error as error:

@@ -97,6 +97,7 @@ _messages = st.one_of(
     ),
     st.builds(wire.Replay, st.integers(0, 99)),
     st.builds(wire.Drop, st.integers(0, 99)),
+    st.builds(wire.Content, _handles),
 )
 
 
@@ -128,6 +129,8 @@ def _write_message(message: wire.Message) -> bytes:
             return wire.replay(number)
         case wire.Drop(number):
             return wire.drop(number)
+        case wire.Content(max_bytes):
+            return wire.content(max_bytes)
 
 
 def _read_batch(data: bytes) -> list[wire.Message]:

@@ -77,6 +77,7 @@ class Entry:
         drop: Callable[[], object],
     ) -> None:
         self.device = device
+        device.is_used = True
         self.session = device.session
         self.name = template.name
         self.layout = wire.Layout(template)

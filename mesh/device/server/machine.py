@@ -175,6 +175,9 @@ class Machine:
                         self._sequences.add(number, steps, programs, depends)
                     case wire.Drop(number):
                         self._sequences.drop(number)
+                    case wire.Content(max_bytes):
+                        most = min(max_bytes, self.limits.max_bytes)
+                        self.limits = dataclasses.replace(self.limits, max_bytes=most)
 
     # -- what comes and goes beside the batches
 

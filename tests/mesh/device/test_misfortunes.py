@@ -126,7 +126,8 @@ def test_a_peer_that_is_killed_is_told_of(seed: int, there: Peer, node: blocking
 
 
 def without_end(x: torch.Tensor, seed: int) -> None:
-    while True:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         x = x + 1
         if seed % 3 == 0:
             x.cpu()
@@ -136,12 +137,14 @@ def without_end(x: torch.Tensor, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", RUNS)
 def test_an_executor_that_is_killed_amid_moves(seed: int, there: Peer, node: blocking.Node) -> None:
+    eventually_clean(there)
     d = mesh.device(there.ticket, node=node)
     x = torch.ones(1 << 20).to(d)
     assert x.sum().item() == 1 << 20
     (nursery,) = children(there.program.pid)
+    (executor,) = children(nursery)
     uploads = [torch.ones(1 << 20).to(d) for _ in range(4)]
-    os.kill(children(nursery)[0], signal.SIGKILL)
+    os.kill(executor, signal.SIGKILL)
     with pytest.raises(MeshError, match="SIGKILL"):
         without_end(uploads[0], 2 - seed % 3)
     mesh.device.close(d)
