@@ -28,6 +28,7 @@ from mesh.collective import (
     refuse_unless_sparse_reducible,
     scatter_back,
 )
+from mesh.distributed.inside import Inside
 from tensor_bridge import dtype_name
 
 __all__ = [
@@ -78,14 +79,23 @@ def monitored_barrier(*, name_all: bool) -> Step:
     )
 
 
-def all_reduce(tensor: torch.Tensor, op: Reduction) -> Step:
-    """Replace `tensor` by its reduction over all ranks."""
+def all_reduce(tensor: torch.Tensor, op: Reduction, inside: Inside | None = None) -> Step:
+    """Replace `tensor` by its reduction over all ranks.
+
+    Args:
+        tensor: of any layout.
+        op: the reduction.
+        inside: another backend for it among the ranks of a host.
+    """
     if tensor.is_sparse:
         return _all_reduce_sparse(tensor, op)
     check_writable(tensor, "all_reduce")
     refuse_unless_reducible(tensor.dtype, op)
 
     def run(operation: Operation) -> None:
+        if inside is not None and inside.can_reduce(tensor, op):
+            inside.all_reduce(operation, tensor, op)
+            return
         elements = gathered(tensor)
         collective.all_reduce(operation, elements, op)
         scatter_back(elements, tensor)
@@ -118,11 +128,14 @@ def reduce(tensor: torch.Tensor, root: int, op: Reduction) -> Step:
     return Step(_equal("reduce", tensor, f"{op}, root {root}"), run, _device(tensor))
 
 
-def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Step:
-    """Replace `tensor` by that of rank `root`."""
+def broadcast(tensor: torch.Tensor, root: int, rank: int, inside: Inside | None = None) -> Step:
+    """Replace `tensor` by that of rank `root`; `inside` as for `all_reduce`."""
     (check_readable if rank == root else check_writable)(tensor, "broadcast")
 
     def run(operation: Operation) -> None:
+        if inside is not None and inside.can_move(tensor):
+            inside.broadcast(operation, tensor, root)
+            return
         elements = gathered(tensor) if rank == root else blank(tensor)
         collective.broadcast(operation, elements, root)
         if rank != root:
