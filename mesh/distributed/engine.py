@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -71,6 +72,7 @@ class Engine:
         self._collecting = threading.local()
         self.flights = FlightRecorder(exchange.group, exchange.rank, exchange.size)
         self._closed = False
+        self._forked = False
         _engines.add(self)
 
     def run(
@@ -268,6 +270,11 @@ class Engine:
         self.exchange.close(max(0.0, end - time.monotonic()))
         self._completer.close(max(0.1, end - time.monotonic()))
 
+    def forked(self) -> None:
+        """Take no further call: this process was forked from the one whose group it is."""
+        self._lock = threading.Lock()  # which another thread may have held, who is not here
+        self._closed = self._forked = True
+
     def _run(
         self,
         work: MeshWork,
@@ -313,7 +320,9 @@ class Engine:
         if self._closed:
             raise GroupAborted(
                 f"{what} of group '{self.exchange.group}'",
-                why="this rank has left the group",
+                why="it belongs to the process from which this one was forked"
+                if self._forked
+                else "this rank has left the group",
                 fix="Form a new one with init_process_group or new_group.",
             )
 
@@ -389,6 +398,16 @@ class _NoGrad:
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Groups that were not left: their threads must be gone before the interpreter finalizes."""
+
+
+def _fork_all() -> None:
+    for engine in list(_engines):
+        engine.forked()
+    _engines.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fork_all)
 
 
 @atexit.register
