@@ -17,7 +17,7 @@ from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, So
 from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, together, with_parts
-from mesh.rpc.errors import RefLost, RpcError, as_runtime_error
+from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
 from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
@@ -27,6 +27,7 @@ from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
 from mesh.rpc.passing import Incoming, Outgoing, held
 from mesh.rpc.pickled import may_unpickle
+from mesh.rpc.placement import Placement
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
@@ -95,6 +96,7 @@ class Agent:
         abandoned: streams of items that nobody reads any more, and that are to be given up.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
         activity: what is under way.
+        placement: which devices tensors are put on.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Agent:
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
         self.activity = Activity()
+        self.placement = Placement()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
@@ -555,6 +558,8 @@ class Agent:
             try:
                 await ask(state.fork)
             except BaseException as error:
+                if isinstance(error, RpcTimeout):
+                    error.what = f"RRef creation by {target}"
                 _settle(state.created, error if isinstance(error, Exception) else _cancelled())
                 raise
             _settle(state.created, None)
@@ -580,7 +585,7 @@ class Agent:
         try:
             with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
-                what = beside(packed.tensors)
+                what = beside(packed.tensors, self.placement.towards(to))
                 key = new_id() if what.apart else b""
                 link = self.autograd.leaving(to, packed.differentiable)
                 request = Request(target, packed.items, what, seconds, create, key, link)
@@ -598,9 +603,10 @@ class Agent:
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
             raise
+        tensors = self.placement.answered(together(answer.beside, parts), answer.beside.devices, to)
         return await self.value_of(
             answer.items,
-            together(answer.beside, parts),
+            tensors,
             connection,
             received=self.autograd.answered(to, link, answer.link),
         )

@@ -30,6 +30,7 @@ from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
+from mesh.rpc.placement import own_device
 from mesh.rpc.serve_stream import StreamService
 from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.sources import is_generator
@@ -78,7 +79,8 @@ class RpcService:
         """
         me, mine = self._self()
         try:
-            value = await self._run(request, _copies(tensors), me, mine)
+            copies = self._agent.placement.ordered(_copies(tensors), request.beside.devices)
+            value = await self._run(request, copies, me, mine)
         except _Raised as raised:
             raise raised.error from None
         if stays:
@@ -98,6 +100,9 @@ class RpcService:
         me, mine = self._self()
         packed = await self.packed(value, Outgoing(self._agent, me.node_id))
         results = [each.detach().clone() for each in packed.tensors]
+        results = self._agent.placement.answered(
+            results, [own_device(each.device) for each in packed.tensors], me.node_id
+        )
         return (await self._unpacked(packed.items, results, me, mine, count=1))[0]
 
     async def found_by_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Found:
@@ -125,8 +130,12 @@ class RpcService:
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
+            tensors = self._agent.placement.ordered(
+                together(request.beside, parts), request.beside.devices
+            )
             with self._agent.autograd.joined(request.link, peer.node_id):
-                ended, link = await self._ended(request, together(request.beside, parts), incoming)
+                ended, link = await self._ended(request, tensors, incoming)
+            del tensors
             del parts
         if isinstance(ended, Answer):
             return ended.encode()

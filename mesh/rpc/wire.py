@@ -55,6 +55,7 @@ ID_BYTES = 16
 """Of references, of forks of them, and of messages with large tensors."""
 
 MAX_NAME = 256
+MAX_DEVICE = 32
 MAX_NOTES = 1024
 """Most entries of each kind in one `RefNotes`."""
 
@@ -71,10 +72,13 @@ class Beside:
     Attributes:
         metas: one for each.
         inline: the bytes of each, None where they travel apart.
+        devices: of a request, the reader's device that each is to be put on; of an answer, the
+            writer's that it was on; None for the CPU. See `mesh.rpc.placement`.
     """
 
     metas: tuple[TensorMeta, ...] = ()
     inline: tuple[bytes | None, ...] = ()
+    devices: tuple[str | None, ...] = ()
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -88,24 +92,29 @@ class Beside:
 
     def encode(self) -> list[CborValue]:
         """Return them as they travel."""
-        pairs = zip(self.metas, self.inline, strict=True)
-        return [[encode_meta(meta), data] for meta, data in pairs]
+        found: list[CborValue] = []
+        for meta, data, device in zip(self.metas, self.inline, self.devices, strict=True):
+            end: list[CborValue] = [] if device is None else [device]
+            found.append([encode_meta(meta), data, *end])
+        return found
 
     @classmethod
     def decode(cls, fields: Fields, name: str) -> Self:
         """Take them out of `fields`."""
         metas: list[TensorMeta] = []
         inline: list[bytes | None] = []
+        devices: list[str | None] = []
         for item in fields.items(name, MAX_TENSORS):
             match item:
-                case [meta, bytes() | None as data]:
+                case [meta, bytes() | None as data, *end] if len(end) <= 1:
                     metas.append(decode_meta(meta))
+                    devices.append(_device(fields, end[0]) if end else None)
                     if data is not None and len(data) != metas[-1].nbytes:
                         raise fields.wrong("a tensor of another length than it should have")
                     inline.append(data)
                 case _:
-                    raise fields.wrong("a tensor is a description and its bytes")
-        return cls(tuple(metas), tuple(inline))
+                    raise fields.wrong("a tensor is a description, its bytes, and a device")
+        return cls(tuple(metas), tuple(inline), tuple(devices))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -445,6 +454,12 @@ class RefNotes:
 
 def _link(fields: Fields) -> Link | None:
     return Link.decode(fields.value("autograd")) if fields.has("autograd") else None
+
+
+def _device(fields: Fields, value: CborValue) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_DEVICE:
+        raise fields.wrong(f"a device is a name of 1 to {MAX_DEVICE} characters")
+    return value
 
 
 def _key(fields: Fields, beside: Beside) -> bytes:
