@@ -13,7 +13,8 @@ contexts           what a node knows of a context
 recording          messages of calls, as they leave and come
 nodes              what stands in torch's graph for a message
 marking            what of the graph a loss needs
-run, leaves        one node's part of one backward, and where the gradients go
+run                one node's part of one backward
+leaves, reducers   where the gradients go
 passes             backwards across nodes
 participant        all of that, for one node
 wire               the messages

@@ -2,7 +2,9 @@
 
 Where nothing looks on, a hook before the leaf's node takes the gradient, and leaves the node
 nothing to do. Where a leaf has hooks that look at ``.grad``, the node does its work, on the
-context's gradient: it stands in ``.grad`` just for that long.
+context's gradient: it stands in ``.grad`` just for that long. Where a reducer of
+``DistributedDataParallel`` reads ``.grad`` when all is done, it stands there for the whole run;
+such runs come one after another.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mesh.autograd.contexts import Context
+from mesh.autograd.reducers import reduced
+from mesh.rpc.errors import RpcTimeout
 
 __all__ = ["Leaves"]
 
@@ -30,17 +34,26 @@ class Leaves:
         self._context = context
         self._handles: list[Any] = []
         self._open: dict[torch.Tensor, tuple[threading.Lock, torch.Tensor | None]] = {}
+        self._lent: list[tuple[torch.Tensor, threading.Lock, torch.Tensor | None]] = []
         self._shared: dict[int, torch.Tensor] = {}
 
-    def divert(self, nodes: Iterable[Any], is_mine: Callable[[], bool]) -> None:
+    def divert(self, nodes: Iterable[Any], is_mine: Callable[[], bool], seconds: float) -> None:
         """Have the gradients of these leaves' nodes go to the context.
 
         Args:
             nodes: the leaves'.
             is_mine: whether the node that is executed now, is so for this run: leaves are shared.
+            seconds: how long another run may have leaves that a reducer reads; 0 for no limit.
+
+        Raises:
+            RpcTimeout: one had them for longer.
         """
-        for node in nodes:
-            if _is_watched(node):
+        of_reducers = reduced()
+        # In one order, so that two runs do not wait for each other.
+        for node in sorted(nodes, key=lambda each: id(each.variable)):
+            if id(node.variable) in of_reducers:
+                self._lend_all_along(node.variable, seconds)
+            elif _is_watched(node):
                 self._handles += self._lend(node, is_mine)
             else:
                 self._handles.append(self._take(node, is_mine))
@@ -52,7 +65,15 @@ class Leaves:
         for leaf, (lock, before) in self._open.items():
             leaf.grad = before
             lock.release()
-        self._handles, self._open, self._shared = [], {}, {}
+        for leaf, lock, before in self._lent:
+            gradient, leaf.grad = leaf.grad, before
+            if gradient is not None:
+                # What the reducer has made a part of its own memory, it writes to again.
+                is_own = gradient._base is None
+                with self._context.lock:
+                    self._context.gradients[leaf] = gradient if is_own else gradient.clone()
+            lock.release()
+        self._handles, self._open, self._lent, self._shared = [], {}, [], {}
 
     def _take(self, node: Any, is_mine: Callable[[], bool]) -> Any:
         leaf = node.variable
@@ -79,6 +100,18 @@ class Leaves:
                 known.add_(gradient)
             else:
                 gradients[leaf] = known + gradient
+
+    def _lend_all_along(self, leaf: torch.Tensor, seconds: float) -> None:
+        lock = _lock_of(leaf)
+        if not lock.acquire(timeout=seconds or threading.TIMEOUT_MAX):
+            raise RpcTimeout(
+                "backward",
+                after=seconds,
+                why="another backward has the parameters of a DistributedDataParallel module",
+            )
+        self._lent.append((leaf, lock, leaf.grad))
+        with self._context.lock:
+            leaf.grad = self._context.gradients.get(leaf)
 
     def _lend(self, node: Any, is_mine: Callable[[], bool]) -> list[Any]:
         leaf, gradients = node.variable, self._context.gradients

@@ -116,7 +116,7 @@ class Run:
         try:
             with torch.enable_grad():
                 root = Root.apply(self, self._gates(), *losses)  # type: ignore[no-untyped-call]
-            leaves.divert(self.marking.leaves, self._is_mine)
+            leaves.divert(self.marking.leaves, self._is_mine, seconds)
             if root.requires_grad:
                 Variable._execution_engine.run_backward(
                     (root,),

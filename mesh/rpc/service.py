@@ -85,25 +85,23 @@ class RpcService:
             raise raised.error from None
         if stays:
             return value
-        refs = Outgoing(self._agent, me.node_id)
-        packed = await self.packed(value, refs)
-        link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
-        received = self._agent.autograd.answered(me.node_id, request.link, link)
-        return (
-            await self._unpacked(
-                packed.items, _copies(packed.tensors), me, mine, count=1, received=received
-            )
-        )[0]
+        return await self.copied(value, request.link)
 
-    async def copied(self, value: Any) -> Any:
+    async def copied(self, value: Any, asked: Link | None = None) -> Any:
         """Return a result of a node's own as another node would get it. Raises `Unsendable`."""
         me, mine = self._self()
         packed = await self.packed(value, Outgoing(self._agent, me.node_id))
-        results = [each.detach().clone() for each in packed.tensors]
+        received = None
+        if asked is not None:
+            link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
+            received = self._agent.autograd.answered(me.node_id, asked, link)
         results = self._agent.placement.answered(
-            results, [own_device(each.device) for each in packed.tensors], me.node_id
+            _copies(packed.tensors),
+            [own_device(each.device) for each in packed.tensors],
+            me.node_id,
         )
-        return (await self._unpacked(packed.items, results, me, mine, count=1))[0]
+        values = await self._unpacked(packed.items, results, me, mine, count=1, received=received)
+        return values[0]
 
     async def found_by_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Found:
         """Return the same as `found` for a node's request to itself."""

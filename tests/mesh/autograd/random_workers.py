@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from typing import Any
 
@@ -21,24 +22,28 @@ from tests.mesh.autograd.random_programs import CROSSING, WIDTH, Place, generate
 from transport import EndpointConfig
 
 places: dict[int, Place] = {}
+lock = threading.Lock()
 
 
-@rpc.exposed
-def prepare(rank: int, seed: int) -> None:
-    places.clear()
-    places[seed] = Place(_call(seed), {rank: weights(rank, seed)})
+def place(seed: int, rank: int) -> Place:
+    """Return where a program runs; there is one at a time."""
+    with lock:
+        if seed not in places:
+            places.clear()
+            places[seed] = Place(_call(seed), {rank: weights(rank, seed)})
+        return places[seed]
 
 
 @rpc.exposed
 def run(seed: int, at: int, program: Any, path: str, given: list[torch.Tensor]) -> list[Any]:
-    return places[seed].run(at, program, path, given)
+    return place(seed, at).run(at, program, path, given)
 
 
 @rpc.exposed
 def collect(seed: int, rank: int, context_id: int) -> tuple[list[Any], list[Any], dict[str, int]]:
     """Return the gradients of a worker, what stands in ``.grad``, and its counts."""
-    place = places[seed]
-    leaves = place.leaves[rank]
+    here = place(seed, rank)
+    leaves = here.leaves[rank]
     try:
         gradients = autograd.get_gradients(context_id)
     except autograd.ContextGone:
@@ -46,7 +51,7 @@ def collect(seed: int, rank: int, context_id: int) -> tuple[list[Any], list[Any]
     return (
         [gradients.get(leaf) for leaf in leaves],
         [each.grad for each in leaves],
-        dict(place.counts),
+        dict(here.counts),
     )
 
 
@@ -70,8 +75,6 @@ def compare(seed: int, size: int) -> int:
     """Run the program of a seed both ways; return how many gradients crossed."""
     workers = random.Random(seed).randint(2, size)
     program = generate(seed, workers)
-    for each in range(workers):
-        rpc.rpc_sync(each, prepare, (each, seed))
     numbers = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(WIDTH, generator=numbers, dtype=torch.float64) for _ in range(3)]
     mine = [each.clone().requires_grad_() for each in inputs]
@@ -80,7 +83,7 @@ def compare(seed: int, size: int) -> int:
     expected = [each for each in alone.run(0, program, "", theirs) if each.requires_grad]
     backwards = 2 if seed % 3 == 0 else 1
     with autograd.context() as context_id:
-        results = [each for each in places[seed].run(0, program, "", mine) if each.requires_grad]
+        results = [each for each in place(seed, 0).run(0, program, "", mine) if each.requires_grad]
         assert len(results) == len(expected), "another graph"
         if not results or not any(each.grad_fn is not None for each in results):
             return 0
@@ -93,8 +96,11 @@ def compare(seed: int, size: int) -> int:
             _same(got.get(ours), reference.grad, "an input")
             assert ours.grad is None
         counts: dict[str, int] = {}
-        for each in range(workers):
-            gradients, left, theirs_counts = rpc.rpc_sync(each, collect, (seed, each, context_id))
+        others = [
+            rpc.rpc_async(each, collect, (seed, each, context_id)) for each in range(1, workers)
+        ]
+        everybody = [collect(seed, 0, context_id), *(each.wait() for each in others)]
+        for each, (gradients, left, theirs_counts) in enumerate(everybody):
             for index, leaf in enumerate(alone.leaves[each]):
                 _same(gradients[index], leaf.grad, f"leaf {index} of worker {each}")
             assert left == [None] * len(left)
@@ -131,10 +137,10 @@ def main() -> None:
     send = Run.send
 
     def counted(self: Run, origin: Origin, gradients: list[Any]) -> None:
-        for place in places.values():
-            crossed = sum(each is not None for each in gradients)
-            if crossed:
-                place.counts[CROSSING] += crossed
+        crossed = sum(each is not None for each in gradients)
+        if crossed:
+            for each in places.values():
+                each.counts[CROSSING] += crossed
         send(self, origin, gradients)
 
     Run.send = counted  # type: ignore[method-assign]
