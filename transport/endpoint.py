@@ -51,7 +51,13 @@ from transport.protocol.events import Event
 from transport.protocol.hello import BOOT_ID_LENGTH
 from transport.protocol.turns import Turns
 from transport.reception import Reception
-from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
+from transport.services import (
+    AlpnHandler,
+    CallHandler,
+    PromptHandler,
+    ServiceTable,
+    StreamHandler,
+)
 from transport.udp import UdpSocket
 from transport.whereabouts import MAX_ADDRESSES, Whereabouts
 
@@ -257,9 +263,14 @@ class Endpoint:
         """
         self._services.register(name, handler, scope=scope)
 
-    def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
-        self._services.register_call(name, handler, scope=scope)
+    def register_call(
+        self, name: str, handler: CallHandler, *, scope: str, prompt: PromptHandler | None = None
+    ) -> None:
+        """Offer a call, one value in and one value out, to peers whose grant covers `scope`.
+
+        `prompt` answers at once what it can of what comes by a `Carrier`.
+        """
+        self._services.register_call(name, handler, scope=scope, prompt=prompt)
 
     async def answer(self, connection: Connection, request: bytes) -> bytes | None:
         """Serve a call that came otherwise than on a stream of `connection`, from its peer.
@@ -274,6 +285,12 @@ class Endpoint:
             The body of the reply frame, also of an error; None for what has to come on a stream.
         """
         return await self._services.answer(connection, request)
+
+    def begin_answer(
+        self, connection: Connection, request: bytes
+    ) -> bytes | Coroutine[Any, Any, bytes | None]:
+        """Return the same as `answer` for what is answered at once; else what is to be awaited."""
+        return self._services.begin_answer(connection, request)
 
     def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:
         """Offer all calls ``NAME:WORD``, each to peers whose grant covers ``SCOPE:WORD``."""

@@ -26,9 +26,11 @@ from mesh.rpc.errors import RpcError, RpcTimeout
 from mesh.rpc.futures import CallFuture
 from mesh.rpc.options import MeshRpcBackendOptions
 from mesh.rpc.owned import RefRow
+from mesh.rpc.quick import call_quickly
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.threads import Completer
+from transport import NotNow
 
 if TYPE_CHECKING:
     from mesh.node import Node
@@ -238,10 +240,13 @@ def rpc_sync(
         Exception: what the function raised, and what `Agent.call` raises.
     """
     worker = _need()
-    call = worker.agent.call
-    node_id = worker.find(to)
-    return worker.agent.bridge.block_on(
-        lambda: call(node_id, func, args or (), kwargs, timeout=_seconds(timeout))
+    agent, node_id = worker.agent, worker.find(to)
+    seconds = agent.seconds(_seconds(timeout))
+    result = call_quickly(agent, node_id, func, args or (), kwargs or {}, seconds)
+    if not isinstance(result, NotNow):
+        return result
+    return agent.bridge.block_on(
+        lambda: agent.call(node_id, func, args or (), kwargs, timeout=seconds)
     )
 
 

@@ -36,13 +36,18 @@ class Bridge:
             finally:
                 self._portal = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller's thread is the loop's own."""
+        return threading.get_ident() == self._thread
+
     def block_on(self, function: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         """Run a coroutine in the loop and return its result, to a thread.
 
         Raises:
             RpcError: the bridge is over, or this is the loop's own thread.
         """
-        if threading.get_ident() == self._thread:
+        if self.is_here:
             raise RpcError(
                 "waiting for a peer",
                 why="a blocking call in the node's own event loop would wait for itself",
@@ -70,7 +75,7 @@ class Bridge:
     def call_soon(self, function: Callable[[], None]) -> None:
         """Have a function run in the loop, from any thread; at once, if it is that one's."""
         portal = self._portal
-        if threading.get_ident() == self._thread:
+        if self.is_here:
             function()
         elif portal is not None:
             with contextlib.suppress(RuntimeError):  # it is over by now

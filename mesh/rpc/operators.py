@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mesh.rpc.errors import NotExposed
 from tensor_bridge import QuotaExceeded
 
-__all__ = ["MAX_RESULT_BYTES", "call_operator", "check_operator", "operator_name"]
+__all__ = [
+    "MAX_RESULT_BYTES",
+    "call_operator",
+    "check_operator",
+    "is_prompt",
+    "may_be_prompt",
+    "operator_name",
+]
 
 MAX_RESULT_BYTES = 1 << 30
 """Largest result of one operator where the peer's grant names no bound."""
@@ -74,6 +81,19 @@ _SIZED = frozenset(
 """Those whose result is as large as a number says. That of any other has at most as many elements
 as the product of its tensors' numbers of them, squared."""
 
+_PROMPT_NAMES = """
+    abs add clone cos div eq exp full_like ge gt le log lt maximum mean minimum mul ne neg numel
+    ones_like reciprocal relu reshape rsqrt sigmoid sin sqrt square squeeze sub sum t tan tanh
+    transpose unsqueeze where zeros_like
+"""
+
+_PROMPT = frozenset(f"torch.{name}" for name in _PROMPT_NAMES.split())
+"""Those that take some microseconds for little: fewer than a thread would need to begin. Their results
+have no more elements than their arguments, broadcast against each other."""
+
+_PROMPT_ELEMENTS = 1 << 14
+"""Elements that such a result may have, all arguments broadcast against each other."""
+
 _LARGEST_ELEMENT = 16
 
 
@@ -102,9 +122,30 @@ def call_operator(
     if "out" in kwargs:
         raise NotExposed(f"call of {name!r}", why="an operator writes to nothing that is given")
     function = _OPERATORS[name]
-    if name in _SIZED or _bound(args, kwargs) > max_bytes:
+    bound = _broadcast(args, kwargs) if name in _PROMPT else _bound(args, kwargs)
+    if name in _SIZED or bound > max_bytes:
         _check_size(name, function, args, kwargs, max_bytes)
     return function(*args, **kwargs)
+
+
+def may_be_prompt(name: str) -> bool:
+    """Return whether `is_prompt` may be true of an operator."""
+    return name in _PROMPT
+
+
+def is_prompt(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether calling an operator takes so little time that an event loop may."""
+    if name not in _PROMPT:
+        return False
+    elements = 1
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                return False
+            elements *= max(1, value.numel())
+        elif value is not None and not isinstance(value, bool | int | float):
+            return False
+    return elements <= _PROMPT_ELEMENTS
 
 
 def check_operator(name: str) -> None:
@@ -125,6 +166,19 @@ def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return how many bytes the result may have at most, for all but the sized operators."""
     numbers = (max(2, tensor.numel()) for tensor in _tensors((args, kwargs)))
     return _LARGEST_ELEMENT * math.prod(numbers) ** 2
+
+
+def _broadcast(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the same for operators whose results are no larger than all arguments broadcast.
+
+    The device ``meta`` would tell it exactly, and loads a second's worth of Python at its first use.
+    """
+    sizes: list[int] = []
+    for tensor in _tensors((args, kwargs)):
+        shape = list(tensor.shape)[::-1]
+        sizes += [1] * (len(shape) - len(sizes))
+        sizes[: len(shape)] = map(max, sizes, shape)
+    return _LARGEST_ELEMENT * math.prod(sizes)
 
 
 def _indices(tensors: list[torch.Tensor]) -> int:

@@ -24,7 +24,13 @@ from mesh.rpc.errors import (
 )
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
-from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
+from mesh.rpc.operators import (
+    MAX_RESULT_BYTES,
+    call_operator,
+    check_operator,
+    is_prompt,
+    may_be_prompt,
+)
 from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
@@ -36,7 +42,7 @@ from mesh.rpc.sources import is_generator
 from mesh.rpc.values import Packed, Packer, Unpacker
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
 from tensor_bridge import QuotaExceeded
-from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
+from transport import NOT_NOW, AppCode, CborValue, Endpoint, Incoming, NotNow, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
@@ -62,7 +68,9 @@ class RpcService:
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers whose grant has the scope for it."""
-        endpoint.register_call(wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE)
+        endpoint.register_call(
+            wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE, prompt=self._answer_now
+        )
         endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
         self.streams.register(endpoint)
@@ -116,6 +124,31 @@ class RpcService:
         if what.apart:
             key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
         return Answer(ended.items, what, key).encode()
+
+    def _answer_now(self, incoming: Incoming) -> CborValue | NotNow:
+        """Answer a call of an operator that takes a moment; for no other, and do nothing then."""
+        match incoming.value:
+            case {"target": {"kind": "operator", "name": str(name)}, "items": list(items)} if (
+                may_be_prompt(name) and all(_is_simple(item) for item in items)
+            ):
+                request = Request.decode(incoming.value)
+            case _:
+                return NOT_NOW
+        if request.key or request.create is not None:
+            return NOT_NOW
+        peer, grant = incoming.peer, incoming.grant
+        tensors = together(request.beside, {})
+        args, kwargs = self._arguments(request, tensors, peer, grant)
+        if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
+            return NOT_NOW
+        try:
+            value = call_operator(name, args, kwargs, max_bytes=_bound(grant))
+        except Exception as error:
+            return Answer(error=encode_exception(error)).encode()
+        packed = self.packed(value, Outgoing(self._agent, peer.node_id))
+        what = beside(packed.tensors)
+        key = self._parts.offer(peer.node_id, grant, packed.tensors, what) if what.apart else b""
+        return Answer(packed.items, what, key).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
         notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
@@ -219,12 +252,14 @@ class RpcService:
         values = self._arguments(request, tensors, peer, grant)
         args, kwargs = values[-2:]
         if target.kind == "operator":
-            bound = MAX_RESULT_BYTES
-            if grant is not None and grant.quotas.max_bytes is not None:
-                bound = min(bound, grant.quotas.max_bytes)
             function: _Function = lambda: call_operator(  # noqa: E731
-                target.name, args, kwargs, max_bytes=bound
+                target.name, args, kwargs, max_bytes=_bound(grant)
             )
+            if is_prompt(target.name, args, kwargs):
+                try:
+                    return function()
+                except Exception as error:
+                    raise _Raised(error) from error
             return await self._within(
                 request, lambda: self._agent.workers.run(peer.node_id, function)
             )
@@ -372,6 +407,17 @@ class _Raised(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
+
+
+def _is_simple(item: CborValue) -> bool:
+    """Return whether an item is a number, a text, a tensor, or what is made of those."""
+    return not isinstance(item, list) or (bool(item) and item[0] in ("t", "l", "d", "T"))
+
+
+def _bound(grant: Grant | None) -> int:
+    """Return how many bytes an operator's result may have."""
+    granted = None if grant is None else grant.quotas.max_bytes
+    return MAX_RESULT_BYTES if granted is None else min(MAX_RESULT_BYTES, granted)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
