@@ -88,8 +88,8 @@ _PROMPT_NAMES = """
 """
 
 _PROMPT = frozenset(f"torch.{name}" for name in _PROMPT_NAMES.split())
-"""Those that take some microseconds for little: fewer than a thread would need to begin. Their results
-have no more elements than their arguments, broadcast against each other."""
+"""Those that take some microseconds for little: fewer than a thread would need to begin. A result
+has no more elements than the arguments, broadcast against each other."""
 
 _PROMPT_ELEMENTS = 1 << 14
 """Elements that such a result may have, all arguments broadcast against each other."""
@@ -171,7 +171,7 @@ def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 def _broadcast(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the same for operators whose results are no larger than all arguments broadcast.
 
-    The device ``meta`` would tell it exactly, and loads a second's worth of Python at its first use.
+    The device ``meta`` would tell it exactly, and loads a second's worth of Python the first time.
     """
     sizes: list[int] = []
     for tensor in _tensors((args, kwargs)):
