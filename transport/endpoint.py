@@ -272,7 +272,9 @@ class Endpoint:
         """
         self._services.register_call(name, handler, scope=scope, prompt=prompt)
 
-    async def answer(self, connection: Connection, request: bytes) -> bytes | None:
+    def begin_answer(
+        self, connection: Connection, request: bytes
+    ) -> bytes | Coroutine[Any, Any, bytes | None]:
         """Serve a call that came otherwise than on a stream of `connection`, from its peer.
 
         For a `Carrier`. The peer's grant and the authorizer are asked as for a stream.
@@ -282,14 +284,9 @@ class Endpoint:
             request: the body of its request frame.
 
         Returns:
-            The body of the reply frame, also of an error; None for what has to come on a stream.
+            The body of the reply frame, also of an error, if that takes no waiting; else what is to
+            be awaited for it. That is None for what has to come on a stream.
         """
-        return await self._services.answer(connection, request)
-
-    def begin_answer(
-        self, connection: Connection, request: bytes
-    ) -> bytes | Coroutine[Any, Any, bytes | None]:
-        """Return the same as `answer` for what is answered at once; else what is to be awaited."""
         return self._services.begin_answer(connection, request)
 
     def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:

@@ -170,18 +170,14 @@ class ServiceTable:
             finally:
                 self._running.pop(stream, None)
 
-    async def answer(self, connection: Connection, body: bytes) -> bytes | None:
-        """Serve a call that came by a carrier: the body of its request in, that of the reply out.
-
-        Everything is asked as for a stream. None for what is no call, and was not begun.
-        """
-        found = self.begin_answer(connection, body)
-        return found if isinstance(found, bytes) else await found
-
     def begin_answer(
         self, connection: Connection, body: bytes
     ) -> bytes | Coroutine[Any, Any, bytes | None]:
-        """Return the same as `answer` for what is answered at once; else what is to be awaited."""
+        """Serve a call that came by a carrier: the body of its request in, that of the reply out.
+
+        Everything is asked as for a stream. What takes waiting is to be awaited, and is None for
+        what is no call, and was not begun.
+        """
         try:
             name, value = parse_request(body)
         except MeshError as error:

@@ -3,8 +3,10 @@
 Whoever of the two has asked for shared memory makes the rings and gives their descriptors over the
 Unix socket of the link; from then on calls go by them, in both directions, if they are short.
 What a call may do is asked on the side that serves it exactly as for a stream
-(``transport.Endpoint.answer``). Memory that garbles a message ends the link, and the calls on it
-fail as with a broken connection; calls after it take streams again.
+(``transport.Endpoint.begin_answer``). Memory that garbles a message ends the link, and the calls on
+it fail as with a broken connection; calls after it take streams again.
+
+A thread that calls writes to the ring itself, and looks for its reply itself for a moment.
 
     request    the body of a request frame; `call` is a number that the caller draws
     part       the beginning of a reply that is longer than a message
