@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from mesh import blocking, errors, rpc
     from mesh.device.api import describe, device, devices
+    from mesh.device.groups.context import DistributedContext, ReduceOperation
     from mesh.errors import AccessDenied, MeshError
     from mesh.home import Home
     from mesh.node import Node
@@ -59,6 +60,8 @@ __all__ = [
     "device",
     "devices",
     "describe",
+    "DistributedContext",
+    "ReduceOperation",
     # identity and policy
     "NodeId",
     "SecretKey",
@@ -93,6 +96,8 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "device": "mesh.device",
             "devices": "mesh.device.api",
             "describe": "mesh.device.api",
+            "DistributedContext": "mesh.device.groups.context",
+            "ReduceOperation": "mesh.device.groups.context",
             "NodeId": "auth",
             "SecretKey": "auth",
             "Ticket": "auth",

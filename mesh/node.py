@@ -30,6 +30,7 @@ from auth import (
 )
 from auth.authorizer import parts
 from mesh.bench import register_calls as register_bench
+from mesh.delegated import keep_delegated
 from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
@@ -284,6 +285,8 @@ class Node:
                 register_bench(endpoint)
             for keys in self._watched:
                 endpoint.start_soon(self._watch_keys, keys, endpoint)
+            if self._delegation is not None and self.home is not None:
+                endpoint.start_soon(keep_delegated, endpoint, self.home, self._delegation)
             for ticket in self._join:
                 # One list of tickets may go to every node of it.
                 if self.directory.resolve(ticket)[0].node_id != self.node_id:

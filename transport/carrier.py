@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 __all__ = ["NOT_NOW", "Carrier", "NotNow"]
@@ -36,11 +37,14 @@ class Carrier(Protocol):
         """
         ...
 
-    def call_in_thread(self, request: bytes, timeout: float) -> bytes | None:
+    def call_in_thread(
+        self, request: bytes, timeout: float, is_over: Callable[[], bool]
+    ) -> bytes | None:
         """Do the same for a thread that is not the event loop's, which waits.
 
         Raises:
-            TimeoutError: no reply within `timeout` seconds; the handler is cancelled.
+            TimeoutError: no reply within `timeout` seconds, or before `is_over`, which is asked now
+                and then; the handler is cancelled.
             MeshError: as `call`.
         """
         ...

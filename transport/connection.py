@@ -226,9 +226,18 @@ class Connection:
             return await stream.reply()
 
     def call_in_thread(
-        self, service: str, value: CborValue = None, *, timeout: float = CALL_TIMEOUT
+        self,
+        service: str,
+        value: CborValue = None,
+        *,
+        timeout: float = CALL_TIMEOUT,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> CborValue | NotNow:
         """Do the same as `call` by the connection's `carrier`, for a thread that is not the loop's.
+
+        Args:
+            service, value, timeout: as `call`.
+            is_over: asked now and then whether nobody wants the answer; then the time is up.
 
         Returns:
             The answer; `NOT_NOW` if there is no such way for this call, which was not begun then.
@@ -243,7 +252,7 @@ class Connection:
         if len(request) > carrier.most:
             return NOT_NOW
         try:
-            reply = carrier.call_in_thread(request, timeout)
+            reply = carrier.call_in_thread(request, timeout, is_over)
         except TimeoutError:
             raise self._too_late(service, timeout) from None
         except MeshError:

@@ -51,6 +51,7 @@ from transport.protocol.events import Event
 from transport.protocol.hello import BOOT_ID_LENGTH
 from transport.protocol.turns import Turns
 from transport.reception import Reception
+from transport.renewal import RENEWAL_CALL, RENEWAL_SCOPE, Renewal
 from transport.services import (
     AlpnHandler,
     CallHandler,
@@ -134,6 +135,8 @@ class Endpoint:
             request_timeout=self.config.handshake_timeout,
             authorizer_timeout=self.config.authorizer_timeout,
         )
+        self._renewal = Renewal(self._admission)
+        self._services.register_call(RENEWAL_CALL, self._renewal.serve, scope=RENEWAL_SCOPE)
         self._turns = Turns()
         self._reception = Reception(self._services.serve, self._turns)
         self._protocols = ProtocolTable(MESH_ALPN)
@@ -419,6 +422,17 @@ class Endpoint:
             except MeshError:
                 continue  # it has ended meanwhile
             self._services.enforce(connection)
+
+    async def present(self, delegation: Delegation) -> None:
+        """Act under `delegation` from now on: tell peers that are connected, and those to come.
+
+        For a program that runs for longer than its machine's first statement holds. A peer that
+        does not take it is logged; what it grants ends when it would have ended.
+
+        Raises:
+            IdentityError: it is for another key, or not valid now.
+        """
+        await self._renewal.present(delegation, tuple(self._connections.values()))
 
     # -- connections
 

@@ -24,15 +24,18 @@ def check_readable(tensor: torch.Tensor, name: str) -> None:
     Raises:
         UnsupportedCollective: it is not a strided CPU tensor of plain elements.
     """
-    what = f"{name} on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise UnsupportedCollective(
-            what, why=f"it is on device '{tensor.device}'", fix="Move it to the CPU first."
+            _on(name, tensor),
+            why=f"it is on device '{tensor.device}'",
+            fix="Move it to the CPU first.",
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsupportedCollective(
-            what, why=f"its elements are not plain numbers ({kind})", fix="Convert it to dense."
+            _on(name, tensor),
+            why=f"its elements are not plain numbers ({kind})",
+            fix="Convert it to dense.",
         )
 
 
@@ -117,6 +120,10 @@ def raw(elements: torch.Tensor) -> memoryview:
     span = (ctypes.c_ubyte * nbytes).from_address(elements.data_ptr())
     span.owner = elements  # type: ignore[attr-defined]  # the view holds the span, it the tensor
     return memoryview(span).cast("B")
+
+
+def _on(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

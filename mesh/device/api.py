@@ -228,7 +228,8 @@ def close(device: torch.device | str) -> None:
 
 async def _begin(node: Node, peer: Peer) -> _Peering:
     session = Session(partial(node.label, peer.node_id))
-    carrier = StreamCarrier(session, partial(node.dial, peer.node_id))
+    patience = node.endpoint.config.liveness
+    carrier = StreamCarrier(session, partial(node.dial, peer.node_id), patience=patience)
     carrier.mover = Mover(node, peer, session, carrier.number)
     session.carry_by(carrier)
     await carrier.begin()

@@ -29,6 +29,7 @@ from mesh.collective import (
 )
 from mesh.collective.exchange import Check
 from mesh.distributed.flight import Flight, FlightRecorder
+from mesh.distributed.spans import Span
 from mesh.distributed.steps import Step
 from mesh.distributed.work import MeshWork
 from mesh.threads import Completer, OpThread
@@ -88,29 +89,44 @@ class Engine:
             here: the caller waits in any case: if nothing is queued, run them on its thread, which
                 spares two changes of threads, several times what a small operation takes.
         """
+        if torch.autograd._profiler_enabled():
+            with Span(f"mesh:{name}") as span:
+                work = self._start(name, result, steps, timeout, here=here)
+                span.end_with(work)
+            return work
+        return self._start(name, result, steps, timeout, here=here)
+
+    def _start(
+        self, name: str, result: Any, steps: Sequence[Step], timeout: float | None, *, here: bool
+    ) -> MeshWork:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         inference = _has_inference_tensors(result)
         with self._lock:
-            self._refuse_if_closed(name)
+            if self._closed:
+                self._refuse_if_closed(name)
             first = self.sequence
-            what = f"{name} #{first}"
-            flights = self.flights.issue(first, [step.signature for step in steps])
+            self.sequence = first + len(steps)
+            flights = self.flights.issue(first, steps)
             is_here = here and not self._is_collecting and self._ops.claim()
-            if is_here:
-                work = MeshWork(what, result, deadline)
-            else:
-                work = self._work(what, result, deadline)
+            if not is_here:
+                work = self._work(f"{name} #{first}", result, deadline)
                 self._ops.submit(lambda: self._run(work, steps, flights, deadline, inference))
-            self.sequence += len(steps)
-        if is_here:
-            try:
-                self._run(work, steps, flights, deadline, inference)
-            finally:
-                self._ops.release()
+                return work
+        try:
+            work = MeshWork(f"{name} #{first}", result, deadline)
+            self._run(work, steps, flights, deadline, inference)
+        finally:
+            self._ops.release()
         return work
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, signature: Signature) -> MeshWork:
         """Start a tagged message to `peer`."""
+        with Span("mesh:send") as span:
+            work = self._send(tensor, peer, tag, signature)
+            span.end_with(work)
+        return work
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int, signature: Signature) -> MeshWork:
         deadline = time.monotonic() + self.timeout
         payload = raw(gathered(tensor))
         what = f"send to {self.exchange.label(peer)} with tag {tag}"
@@ -135,6 +151,14 @@ class Engine:
         self, tensor: torch.Tensor, peer: int | None, tag: int, signature: Signature
     ) -> MeshWork:
         """Start the receipt of a tagged message from `peer`, a rank or None for any."""
+        with Span("mesh:recv") as span:
+            work = self._receive(tensor, peer, tag, signature)
+            span.end_with(work)
+        return work
+
+    def _receive(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, signature: Signature
+    ) -> MeshWork:
         deadline = time.monotonic() + self.timeout
         elements = gathered(tensor)
         who = "any rank" if peer is None else self.exchange.label(peer)
@@ -249,9 +273,9 @@ class Engine:
         try:
             with _mode(inference):
                 for flight, step in zip(flights, steps, strict=True):
-                    flight.started = time.monotonic()
                     sequence = flight.sequence
                     operation = Operation(self.exchange, step.signature, sequence, deadline)
+                    flight.started = operation.began
                     with operation:
                         step.run(operation)
                     flight.ended = time.monotonic()
@@ -297,10 +321,14 @@ class Engine:
         return error
 
 
-def _has_inference_tensors(result: Any) -> bool:
-    if isinstance(result, torch.Tensor):
-        return result.is_inference()
-    return isinstance(result, list | tuple) and any(map(_has_inference_tensors, result))
+def _has_inference_tensors(results: Sequence[Any]) -> bool:
+    for each in results:
+        if isinstance(each, torch.Tensor):
+            if each.is_inference():
+                return True
+        elif _has_inference_tensors(each):
+            return True
+    return False
 
 
 def _held_bytes(result: Any) -> int:
@@ -315,7 +343,18 @@ def _held_bytes(result: Any) -> int:
 def _mode(inference: bool) -> contextlib.AbstractContextManager[Any]:
     # Both are thread-local, and this is not the caller's thread. Inference tensors may only be
     # written to in inference mode.
-    return torch.inference_mode() if inference else torch.no_grad()
+    return torch.inference_mode() if inference else _NoGrad()
+
+
+class _NoGrad:
+    """As ``torch.no_grad``, in a fraction of the time."""
+
+    def __enter__(self) -> None:
+        self._was = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._was)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

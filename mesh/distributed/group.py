@@ -547,10 +547,11 @@ for _method, _why in _REFUSED.items():
 
 _RedOpType = dist.ReduceOp.RedOpType
 _REDUCTIONS = {
-    kind: Reduction(name)
+    kind.value: Reduction(name)
     for name, kind in _RedOpType.__members__.items()
     if name in Reduction.__members__
 }
+"""By torch's numbers: its enumeration takes long to be looked up."""
 
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -561,8 +562,8 @@ def _reduction(opts: Any) -> Reduction:
     """Return the reduction that a c10d argument names: an options object, a ReduceOp, or None."""
     kind = getattr(opts, "reduceOp", opts)
     kind = getattr(kind, "op", kind)  # ReduceOp wraps RedOpType
-    if isinstance(kind, _RedOpType) and kind in _REDUCTIONS:
-        return _REDUCTIONS[kind]
+    if isinstance(kind, _RedOpType) and (known := _REDUCTIONS.get(kind.value)) is not None:
+        return known
     name = "SUM" if kind is None or isinstance(kind, int) else str(kind).rpartition(".")[2]
     if name not in Reduction.__members__:
         raise UnsupportedCollective(

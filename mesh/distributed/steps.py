@@ -7,9 +7,9 @@ operation thread.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -50,8 +50,7 @@ __all__ = [
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One operation to run: what all ranks must agree on, and what this one does."""
 
     signature: Signature

@@ -9,7 +9,8 @@ Rules learned the hard way, all of them about torch's C++ side:
   of the same group. So futures are never completed on the group's operation thread; a waiter that
   finds its operation over completes the future itself.
 
-Most works are only waited for: there is no future until somebody asks for one.
+Most works are only waited for, if that: there is no future, and nothing to wait on, until somebody
+asks for it.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ class MeshWork(Work):
         self._ended: float | None = None
         self._error: BaseException | None = None
         self._is_over = False
-        self._latch = threading.Lock()
-        self._latch.acquire()
+        self._latch: threading.Lock | None = None
         self._lock = threading.Lock()
-        self._claim = threading.Lock()
+        self._claim: threading.Lock | None = None
         self._base: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -75,19 +75,8 @@ class MeshWork(Work):
         Raises:
             CollectiveError: the operation failed, or did not end in time.
         """
-        seconds = timeout.total_seconds()
-        end = self.deadline + GRACE_SECONDS
-        if seconds > 0:
-            end = min(end, time.monotonic() + seconds)
         if not self._is_over:
-            left = min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-            if not self._latch.acquire(timeout=left):
-                raise CollectiveTimeout(
-                    f"wait for {self.what}",
-                    after=time.monotonic() - self.began,
-                    why="timed out while the operation goes on",
-                )
-            self._latch.release()  # the next waiter's turn
+            self._await_end(timeout.total_seconds())
         future = self._future_if_any()
         if future is not None:
             self.complete()
@@ -96,6 +85,25 @@ class MeshWork(Work):
         if self._error is not None:
             raise self._error
         return True
+
+    def _await_end(self, seconds: float) -> None:
+        now = time.monotonic()
+        end = self.deadline + GRACE_SECONDS
+        if seconds > 0:
+            end = min(end, now + seconds)
+        with self._lock:
+            if self._is_over:
+                return
+            if self._latch is None:
+                self._latch = threading.Lock()
+                self._latch.acquire()
+        if not self._latch.acquire(timeout=min(max(end - now, 0.0), threading.TIMEOUT_MAX)):
+            raise CollectiveTimeout(
+                f"wait for {self.what}",
+                after=time.monotonic() - self.began,
+                why="timed out while the operation goes on",
+            )
+        self._latch.release()  # the next waiter's turn
 
     def synchronize(self) -> None:
         """Wait as `wait` does."""
@@ -133,6 +141,7 @@ class MeshWork(Work):
         """Return a future of the caller's tensors, or of the error."""
         with self._lock:
             if self._future is None:
+                self._claim = threading.Lock()
                 self._base = torch.futures.Future()
                 self._future = self._base.then(self._outcome)
             future, is_over = self._future, self._is_over
@@ -154,13 +163,15 @@ class MeshWork(Work):
             self._error = error
             self._ended = time.monotonic()
             self._is_over = True
-        self._latch.release()
+            if self._latch is not None:
+                self._latch.release()
         if self._future is not None:
             submit(self.complete)
 
     def complete(self) -> None:
         """Complete the future, unless another thread already does."""
-        if self._base is not None and self._claim.acquire(blocking=False):
+        if self._claim is not None and self._claim.acquire(blocking=False):
+            assert self._base is not None
             self._base.set_result(None)
 
     def _future_if_any(self) -> torch.futures.Future[Any] | None:

@@ -7,16 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import anyio
 import torch
 
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
+from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, together, with_parts
-from mesh.rpc.errors import RefLost, RpcError
+from mesh.rpc.errors import RefLost, RpcError, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
 from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
@@ -57,6 +58,8 @@ from transport import (
 if TYPE_CHECKING:
     from mesh.node import Node
 
+_Ready: TypeAlias = tuple[Outgoing, Packed]
+
 __all__ = ["DEFAULT_TIMEOUT", "DEFAULT_WORKERS", "Agent"]
 
 DEFAULT_TIMEOUT = 60.0
@@ -91,6 +94,7 @@ class Agent:
         ready: set once it answers.
         abandoned: streams of items that nobody reads any more, and that are to be given up.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
+        activity: what is under way.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Agent:
         self.owned = OwnerTable(limits or RefLimits())
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
+        self.activity = Activity()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
@@ -120,12 +125,14 @@ class Agent:
         self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
+        self._clock = 0.0
         self.ready = anyio.Event()
 
     async def run(self) -> None:
         """Answer peers, and see to the references between them and this node, until cancelled."""
         endpoint = self._node.endpoint
         self.lanes = self._node.lanes
+        self._clock = anyio.current_time() - time.monotonic()
         self._service.register(endpoint)
         register_listing(self, endpoint)
         endpoint.subscribe(self._observe)
@@ -152,8 +159,8 @@ class Agent:
         return self._node.label(node_id)
 
     def references(self) -> tuple[RefRow, ...]:
-        """Return every value of this node's that others have references to."""
-        return self.owned.rows(anyio.current_time())
+        """Return every value of this node's that others have references to. For threads too."""
+        return self.owned.rows(self.now())
 
     # -- calls
 
@@ -183,6 +190,46 @@ class Agent:
         """
         target = self.target(function)
         return await self._ask(to, target, args, kwargs or {}, timeout, function=function)
+
+    def prepare(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Callable[[], Coroutine[Any, Any, Any]]:
+        """Return what makes a `call`, once, of arguments that are taken as they are now.
+
+        For threads too.
+
+        Raises:
+            Unsendable: as `call`.
+        """
+        target, seconds = self.target(function), self.seconds(timeout)
+        ready = self._pack(to, target, args, kwargs or {}, function)
+        return lambda: self._ask(to, target, (), {}, seconds, ready=ready)
+
+    def prepare_method(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Callable[[], Coroutine[Any, Any, Any]]:
+        """Return the same of `invoke`. For threads too."""
+        target, seconds = self._target_at(ref, "method", method), self.seconds(timeout)
+        ready = self._pack(ref.owner_id, target, args, kwargs or {}, None)
+
+        async def ask() -> Any:
+            if ref.created is not None:
+                await self.bridge.until_done(ref.created)
+            return await self._ask(ref.owner_id, target, (), {}, seconds, ready=ready)
+
+        return ask
 
     async def remote(
         self,
@@ -227,11 +274,7 @@ class Agent:
         For threads too: the reference can be used at once, and waits for the rest.
         """
         target = self.target(function)
-
-        async def found() -> Target:
-            return target
-
-        return self._order(to, found, args, kwargs or {}, timeout, function)
+        return self._order(to, target, args, kwargs or {}, timeout, function=function)
 
     def order_method(
         self,
@@ -243,9 +286,8 @@ class Agent:
         timeout: float | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
         """Return the same as `order`, of a method of a reference's value, at its owner."""
-        return self._order(
-            ref.owner_id, lambda: self._at(ref, "method", method), args, kwargs or {}, timeout
-        )
+        target = self._target_at(ref, "method", method)
+        return self._order(ref.owner_id, target, args, kwargs or {}, timeout, after=ref)
 
     async def invoke(
         self,
@@ -318,7 +360,7 @@ class Agent:
 
     def own(self, value: Any) -> RRef[Any]:
         """Return a reference to a value of this node's own. For threads too."""
-        owned = Owned(new_id(), time.monotonic())
+        owned = Owned(new_id(), self.now())
         owned.outcome.set_result(value)
         return RRef._of(self, owned)
 
@@ -385,8 +427,12 @@ class Agent:
         self._tasks.start_soon(function)
 
     def watch(self) -> None:
-        """Have it looked again when something here is over: something new may be."""
-        self._wake_lapse.set()
+        """Have it looked again when something here is over: something new may be. For threads."""
+        self.bridge.call_soon(lambda: self._wake_lapse.set())
+
+    def now(self) -> float:
+        """Return the time on the loop's clock. For threads too."""
+        return time.monotonic() + self._clock
 
     # -- for streams of items
 
@@ -406,10 +452,10 @@ class Agent:
         packer.pack(dict(kwargs), "kwargs")
         return packer.packed
 
-    def value_of(
+    async def value_of(
         self, items: list[CborValue], tensors: Sequence[torch.Tensor], connection: Connection
     ) -> Any:
-        """Return the value of an answer. Raises as `Unpacker.unpack`."""
+        """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
         unpacker = Unpacker(
             items,
             tensors,
@@ -418,9 +464,7 @@ class Agent:
             self.exposures,
             pickles=may_unpickle(connection.grant),
         )
-        value = unpacker.unpack()
-        unpacker.finish()
-        return value
+        return (await unpacker.unpack_all(1))[0]
 
     async def stream_here(self, request: Request, tensors: Sequence[torch.Tensor]) -> Source:
         """Return the items of a generator of this node's own."""
@@ -435,23 +479,42 @@ class Agent:
 
     # -- inside
 
+    def _pack(
+        self,
+        to: NodeId,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        function: object,
+    ) -> _Ready:
+        outgoing = Outgoing(self, to)
+        return outgoing, self.packed(target, outgoing, args, kwargs, function)
+
     def _order(
         self,
         to: NodeId,
-        find: Callable[[], Coroutine[Any, Any, Target]],
+        target: Target,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         timeout: float | None,
+        *,
         function: object = None,
+        after: RRef[Any] | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        seconds = self.seconds(timeout)
+        ready = self._pack(to, target, args, kwargs, function)
+
+        async def ask(create: Fork | None) -> Any:
+            if after is not None and after.created is not None:
+                await self.bridge.until_done(after.created)
+            return await self._ask(to, target, (), {}, seconds, create=create, ready=ready)
+
         if to == self.node_id:
-            owned = Owned(new_id(), time.monotonic())
+            owned = Owned(new_id(), self.now())
 
             async def compute() -> None:
                 try:
-                    value = await self._ask(
-                        to, await find(), args, kwargs, timeout, function=function
-                    )
+                    value = await ask(None)
                 except Exception as error:
                     _settle(owned.outcome, error)
                 except BaseException:
@@ -465,15 +528,7 @@ class Agent:
 
         async def begin() -> None:
             try:
-                await self._ask(
-                    to,
-                    await find(),
-                    args,
-                    kwargs,
-                    timeout,
-                    create=state.fork,
-                    function=function,
-                )
+                await ask(state.fork)
             except BaseException as error:
                 _settle(state.created, error if isinstance(error, Exception) else _cancelled())
                 raise
@@ -491,12 +546,12 @@ class Agent:
         *,
         create: Fork | None = None,
         function: object = None,
+        ready: _Ready | None = None,
     ) -> Any:
         seconds = self.seconds(timeout)
-        outgoing = Outgoing(self, to)
-        packed = self.packed(target, outgoing, args, kwargs, function)
+        outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
         try:
-            with limit(seconds, str(target), self.label(to)):
+            with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
                 what = beside(packed.tensors)
                 key = new_id() if what.apart else b""
@@ -511,8 +566,10 @@ class Agent:
         except BaseException as error:
             outgoing.undo()
             self.name_in(error, str(target))
+            if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
+                raise as_runtime_error(error) from error.__cause__
             raise
-        return self.value_of(answer.items, together(answer.beside, parts), connection)
+        return await self.value_of(answer.items, together(answer.beside, parts), connection)
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
@@ -572,6 +629,9 @@ class Agent:
     async def _at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         if ref.created is not None:
             await self.bridge.until_done(ref.created)
+        return self._target_at(ref, kind, name)
+
+    def _target_at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         state = ref.state
         key = self.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
         return Target(kind, name, key)

@@ -14,7 +14,7 @@ from anyio.from_thread import BlockingPortal
 from mesh.rpc.errors import RpcError
 from mesh.rpc.workers import may_block
 
-__all__ = ["Bridge"]
+__all__ = ["Bridge", "ended"]
 
 _Result = TypeVar("_Result")
 
@@ -41,6 +41,11 @@ class Bridge:
         """Whether the caller's thread is the loop's own."""
         return threading.get_ident() == self._thread
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody can be waited for."""
+        return self._portal is not None
+
     def block_on(self, function: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         """Run a coroutine in the loop and return its result, to a thread.
 
@@ -55,11 +60,11 @@ class Bridge:
             )
         portal = self._portal
         if portal is None:
-            raise _over()
+            raise ended()
         try:
             future: Future[_Result] = portal.start_task_soon(function)
         except RuntimeError:  # it is over by now
-            raise _over() from None
+            raise ended() from None
         return self.wait(future)
 
     def wait(self, future: Future[_Result]) -> _Result:
@@ -70,7 +75,7 @@ class Bridge:
             with may_block():
                 return future.result()
         except CancelledError:
-            raise _over() from None
+            raise ended() from None
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Have a function run in the loop, from any thread; at once, if it is that one's."""
@@ -90,16 +95,18 @@ class Bridge:
         try:
             return future.result()
         except CancelledError:
-            raise _over() from None
+            raise ended() from None
 
 
 async def _run(function: Callable[[], None]) -> None:
     function()
 
 
-def _over() -> RpcError:
+def ended() -> RpcError:
+    """Return the error for what is waited for where nothing goes on."""
     return RpcError(
         "a remote call",
-        why="the agent has been shut down",
+        why="the agent has been shut down, and with it the references that this node had: Cannot "
+        "call to_here() on it after deletion",
         fix="Wait for what is under way before rpc.shutdown(), or before the node is closed.",
     )

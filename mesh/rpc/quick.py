@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from auth import NodeId
+from mesh.rpc.bridge import ended
 from mesh.rpc.carriage import beside, together
 from mesh.rpc.errors import RpcError
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.limits import timed_out
 from mesh.rpc.reference import RRef
-from mesh.rpc.values import Packer
+from mesh.rpc.values import Packer, Unpacker
 from mesh.rpc.wire import CALL_SERVICE, Answer, Request
 from mesh.rpc.workers import may_block
 from transport import NOT_NOW, CborValue, Connection, DeadlineExceeded, NotNow
@@ -44,6 +45,9 @@ class _NoRefs:
             raise _NeedsLoop
         return None
 
+    def unpack(self, item: list[CborValue]) -> Any:
+        raise _NeedsLoop
+
 
 def call_quickly(
     agent: Agent,
@@ -52,11 +56,13 @@ def call_quickly(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     seconds: float,
+    is_over: Callable[[], bool],
 ) -> Any | NotNow:
     """Call a function at a peer and return its result, in a thread that is not the loop's.
 
     Args:
         agent: whose call it is; the others as `Agent.call`, `seconds` 0 for no limit.
+        is_over: whether this program is no worker any more.
 
     Returns:
         The result; `NOT_NOW` where there is no short way, and nothing was called.
@@ -82,12 +88,14 @@ def call_quickly(
         return NOT_NOW
     request = Request(target, packed.items, what, seconds)
     try:
-        with may_block():
+        with agent.activity.calling(), may_block():
             value = connection.call_in_thread(
-                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE
+                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE, is_over=is_over
             )
     except BaseException as error:
         agent.name_in(error, str(target))
+        if is_over():
+            raise ended() from error
         if isinstance(error, DeadlineExceeded) and not isinstance(error, RpcError):
             raise timed_out(str(target), agent.label(to), seconds) from error
         raise
@@ -98,12 +106,20 @@ def call_quickly(
         raise decode_exception(answer.error, peer=agent.label(to), what=str(target))
     if answer.key or any(_needs_loop(item) for item in answer.items):
         return agent.bridge.block_on(lambda: _rest(agent, connection, answer))
-    return agent.value_of(answer.items, together(answer.beside, {}), connection)
+    return _value_of(agent, answer)
 
 
 async def _rest(agent: Agent, connection: Connection, answer: Answer) -> Any:
     parts: Mapping[int, torch.Tensor] = await agent.fetch_parts(connection, answer)
-    return agent.value_of(answer.items, together(answer.beside, parts), connection)
+    return await agent.value_of(answer.items, together(answer.beside, parts), connection)
+
+
+def _value_of(agent: Agent, answer: Answer) -> Any:
+    tensors = together(answer.beside, {})
+    unpacker = Unpacker(answer.items, tensors, agent.types, _NoRefs(), agent.exposures)
+    value = unpacker.unpack()
+    unpacker.finish()
+    return value
 
 
 def _needs_loop(item: CborValue) -> bool:

@@ -221,13 +221,13 @@ class StreamService:
         service = self._service
         refs = Outgoing(self._agent, reading.peer)
         try:
-            packed = service.packed(value, refs)
+            packed = await service.packed(value, refs)
             what = beside(packed.tensors)
             if (what.apart or refs.has_any) and not reading.covers(index):
                 refs.undo()
                 await reading.until(index)
                 refs = Outgoing(self._agent, reading.peer)
-                packed = service.packed(value, refs)
+                packed = await service.packed(value, refs)
                 what = beside(packed.tensors)
             await refs.settle()
             answer = Answer(packed.items, what, reading.offer(packed.tensors, what))
@@ -255,7 +255,7 @@ class _Copying:
         self._service = service
 
     async def next(self) -> Any:
-        return self._service.copied(await self._source.next())
+        return await self._service.copied(await self._source.next())
 
     async def close(self) -> None:
         await self._source.close()

@@ -16,7 +16,6 @@ from mesh.rpc import wire
 from mesh.rpc.carriage import Room, beside, together
 from mesh.rpc.errors import (
     NotExposed,
-    PickleRefused,
     RefLost,
     RpcError,
     RpcTimeout,
@@ -39,8 +38,9 @@ from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
 from mesh.rpc.serve_stream import StreamService
 from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.sources import is_generator
-from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.values import Packed, Packer, Unpacker, refuse_pickle
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
+from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded
 from transport import NOT_NOW, AppCode, CborValue, Endpoint, Incoming, NotNow, ProtocolError
 
@@ -85,14 +85,14 @@ class RpcService:
             value = await self._run(request, _copies(tensors), me, mine)
         except _Raised as raised:
             raise raised.error from None
-        return self.copied(value)
+        return await self.copied(value)
 
-    def copied(self, value: Any) -> Any:
+    async def copied(self, value: Any) -> Any:
         """Return a result of a node's own as another node would get it. Raises `Unsendable`."""
         me, mine = self._self()
-        packed = self.packed(value, Outgoing(self._agent, me.node_id))
+        packed = await self.packed(value, Outgoing(self._agent, me.node_id))
         results = [each.detach().clone() for each in packed.tensors]
-        return self._unpacked(packed.items, results, me, mine, count=1)[0]
+        return (await self._unpacked(packed.items, results, me, mine, count=1))[0]
 
     async def found_by_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Found:
         """Return the same as `found` for a node's request to itself."""
@@ -105,17 +105,21 @@ class RpcService:
     # -- the three services
 
     async def _answer_call(self, incoming: Incoming) -> CborValue:
+        with self._agent.activity.answering():
+            return await self._answer(incoming)
+
+    async def _answer(self, incoming: Incoming) -> CborValue:
         request, peer = Request.decode(incoming.value), incoming.peer
+        if request.has_pickle and not may_unpickle(incoming.grant):
+            refused = refuse_pickle()
+            _log.warning("%s sent a pickle: %s", peer, refused)
+            incoming.connection.abort(AppCode.PROTOCOL, str(refused))
+            raise refused
         with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
-            try:
-                ended = await self._ended(request, together(request.beside, parts), incoming)
-            except PickleRefused as error:
-                _log.warning("%s sent a pickle: %s", peer, error)
-                incoming.connection.abort(AppCode.PROTOCOL, str(error))
-                raise
+            ended = await self._ended(request, together(request.beside, parts), incoming)
             del parts
         if isinstance(ended, Answer):
             return ended.encode()
@@ -136,16 +140,21 @@ class RpcService:
                 return NOT_NOW
         if request.key or request.create is not None:
             return NOT_NOW
-        peer, grant = incoming.peer, incoming.grant
+        agent, peer, grant = self._agent, incoming.peer, incoming.grant
         tensors = together(request.beside, {})
-        args, kwargs = self._arguments(request, tensors, peer, grant)
+        refs = IncomingRefs(agent, peer)
+        unpacker = Unpacker(request.items, tensors, agent.types, refs, agent.exposures)
+        args, kwargs = _checked([unpacker.unpack(), unpacker.unpack()])
+        unpacker.finish()
         if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
             return NOT_NOW
         try:
             value = call_operator(name, args, kwargs, max_bytes=_bound(grant))
         except Exception as error:
             return Answer(error=encode_exception(error)).encode()
-        packed = self.packed(value, Outgoing(self._agent, peer.node_id))
+        packer = Packer(agent.types, Outgoing(agent, peer.node_id))
+        packer.pack(value, "the result")
+        packed = packer.packed
         what = beside(packed.tensors)
         key = self._parts.offer(peer.node_id, grant, packed.tensors, what) if what.apart else b""
         return Answer(packed.items, what, key).encode()
@@ -174,16 +183,16 @@ class RpcService:
     ) -> Packed | Answer:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
-        if request.create is not None:
-            self._begin(request, tensors, incoming, request.create)
-            return self.packed(None, Outgoing(self._agent, peer.node_id))
         try:
+            if request.create is not None:
+                await self._begin(request, tensors, incoming, request.create)
+                return await self.packed(None, Outgoing(self._agent, peer.node_id))
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
             return Answer(error=encode_exception(raised.error))
         refs = Outgoing(self._agent, peer.node_id)
         try:
-            packed = self.packed(value, refs)
+            packed = await self.packed(value, refs)
             await refs.settle()
         except Exception as error:
             refs.undo()
@@ -192,7 +201,7 @@ class RpcService:
             return Answer(error=encode_exception(error))
         return packed
 
-    def _begin(
+    async def _begin(
         self,
         request: Request,
         tensors: Sequence[torch.Tensor],
@@ -203,12 +212,20 @@ class RpcService:
         peer, grant = incoming.peer, incoming.grant
         if request.target.kind == "fetch":
             raise NotExposed(str(request.target), why="its result can't become a reference")
+        if request.target.kind == "method":  # which is not there, is said at once
+            await self._method(request, peer, grant)
         owned = self._agent.owned.create(create, peer.node_id, anyio.current_time())
+
+        async def counted() -> None:
+            with self._agent.activity.answering():
+                await compute()
 
         async def compute() -> None:
             try:
                 value = await self._run(request, tensors, peer, grant)
             except _Raised as raised:
+                if isinstance(raised.error, RpcTimeout):
+                    raised.error.what = f"RRef creation by {request.target}"
                 _fail(owned, raised.error)
             except Exception as error:
                 _fail(owned, error)
@@ -218,7 +235,7 @@ class RpcService:
             else:
                 self._keep(owned, value, peer.node_id, grant)
 
-        self._agent.start_soon(compute)
+        self._agent.start_soon(counted)
 
     def _keep(self, owned: Owned, value: Any, peer: NodeId, grant: Grant) -> None:
         """Keep a value for as long as anybody refers to it, if its orderer has room for it."""
@@ -249,7 +266,7 @@ class RpcService:
         if target.kind == "fetch":
             owned = self._owned(target.key, peer)
             return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
-        values = self._arguments(request, tensors, peer, grant)
+        values = await self._arguments(request, tensors, peer, grant)
         args, kwargs = values[-2:]
         if target.kind == "operator":
             function: _Function = lambda: call_operator(  # noqa: E731
@@ -264,7 +281,7 @@ class RpcService:
                 request, lambda: self._agent.workers.run(peer.node_id, function)
             )
         found = await self._callee(request, values, peer, grant)
-        return await self._within(request, lambda: self._called(found, args, kwargs, peer))
+        return await self._within(request, lambda: self._called(request, found, args, kwargs, peer))
 
     async def found(
         self,
@@ -279,14 +296,14 @@ class RpcService:
             MeshError: there is no such thing, or not for this peer.
             Exception: why the value whose method it is never came to be.
         """
-        values = self._arguments(request, tensors, peer, grant)
+        values = await self._arguments(request, tensors, peer, grant)
         try:
             found = await self._callee(request, values, peer, grant)
         except _Raised as raised:
             raise raised.error from None
         return found, values[-2], values[-1]
 
-    def _arguments(
+    async def _arguments(
         self,
         request: Request,
         tensors: Sequence[torch.Tensor],
@@ -295,13 +312,7 @@ class RpcService:
     ) -> list[Any]:
         """Return the arguments of a request, a tuple and a dict; before them what is pickled."""
         count = 3 if request.target.kind == "pickled" else 2
-        values = self._unpacked(request.items, tensors, peer, grant, count=count)
-        args, kwargs = values[-2:]
-        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-            raise ProtocolError("a call", why="its arguments are no tuple and dict")
-        if any(not isinstance(name, str) for name in kwargs):
-            raise ProtocolError("a call", why="the name of an argument is no text")
-        return values
+        return _checked(await self._unpacked(request.items, tensors, peer, grant, count=count))
 
     async def _callee(
         self, request: Request, values: list[Any], peer: PeerIdentity, grant: Grant | None
@@ -309,11 +320,7 @@ class RpcService:
         """Return the function or method that a request names."""
         target = request.target
         if target.kind == "method":
-            owned = self._owned(target.key, peer)
-            value = await self._within(
-                request, lambda: self._agent.bridge.until_done(owned.outcome)
-            )
-            return self._method(value, target.name, grant)
+            return await self._method(request, peer, grant)
         if target.kind == "pickled":
             function = values[0]
             if not callable(function) or not may_unpickle(grant):
@@ -323,20 +330,29 @@ class RpcService:
         return self._agent.exposures.callable(target.name)
 
     async def _called(
-        self, found: Callable[..., Any], args: Any, kwargs: Any, peer: PeerIdentity
+        self,
+        request: Request,
+        found: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        peer: PeerIdentity,
     ) -> Any:
-        if inspect.iscoroutinefunction(found):
-            return await found(*args, **kwargs)
-        if is_generator(found):
-            raise RpcError(
-                f"call of {found.__qualname__!r:.80}",
-                why="it is a generator function, and has no one result",
-                fix="Read its items as they come: async for item in peer.stream(...).",
-            )
-        result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
-        if is_async_execution(found):
-            return await _completed(self._agent, result)
-        return result
+        try:
+            if inspect.iscoroutinefunction(found):
+                return await found(*args, **kwargs)
+            if is_generator(found):
+                raise RpcError(
+                    f"call of {found.__qualname__!r:.80}",
+                    why="it is a generator function, and has no one result",
+                    fix="Read its items as they come: async for item in peer.stream(...).",
+                )
+            result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
+            if is_async_execution(found):
+                return await _completed(self._agent, result)
+            return result
+        except Exception as error:
+            _log.warning("%s by %s: %r", request.target, self._agent.label(peer.node_id), error)
+            raise
 
     async def _within(self, request: Request, work: Callable[[], Awaitable[Any]]) -> Any:
         with anyio.move_on_after(request.limit):
@@ -366,24 +382,35 @@ class RpcService:
         """Return who this node is to itself, and what it lets itself do."""
         return PeerIdentity(self._agent.node_id), Grant(frozenset({PICKLE_SCOPE}))
 
-    def _method(self, value: object, name: str, grant: Grant | None) -> Callable[..., Any]:
-        if may_unpickle(grant):  # who may run anything may call this, too
+    async def _method(
+        self, request: Request, peer: PeerIdentity, grant: Grant | None
+    ) -> Callable[..., Any]:
+        """Wait for a reference's value, and return a method of it."""
+        owned, name = self._owned(request.target.key, peer), request.target.name
+        value = await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
+        if not may_unpickle(grant):
+            return self._agent.exposures.method(value, name)
+        try:  # who may run anything may call this, too
             found: Callable[..., Any] = getattr(value, name)
-            return found
-        return self._agent.exposures.method(value, name)
+        except AttributeError as error:
+            raise _Raised(error) from error
+        return found
 
     def _owned(self, ref: bytes, peer: PeerIdentity) -> Owned:
         if peer.node_id == self._agent.node_id:
             return self._agent.own_value(ref)
         return self._agent.owned.held(ref, peer.node_id)
 
-    def packed(self, value: Any, refs: Outgoing) -> Packed:
+    async def packed(self, value: Any, refs: Outgoing) -> Packed:
         """Return a result as it travels. Raises `Unsendable`."""
         packer = Packer(self._agent.types, refs, pickles=self._agent.pickles)
-        packer.pack(value, "the result")
+        if self._agent.pickles:
+            await aside(lambda: packer.pack(value, "the result"))
+        else:
+            packer.pack(value, "the result")
         return packer.packed
 
-    def _unpacked(
+    async def _unpacked(
         self,
         items: list[CborValue],
         tensors: Sequence[torch.Tensor],
@@ -396,9 +423,7 @@ class RpcService:
         unpacker = Unpacker(
             items, tensors, agent.types, refs, agent.exposures, pickles=may_unpickle(grant)
         )
-        values = [unpacker.unpack() for _ in range(count)]
-        unpacker.finish()
-        return values
+        return await unpacker.unpack_all(count)
 
 
 class _Raised(Exception):
@@ -407,6 +432,16 @@ class _Raised(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
+
+
+def _checked(values: list[Any]) -> list[Any]:
+    """Return what a request holds, the last two of which must be a tuple and a dict."""
+    args, kwargs = values[-2:]
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise ProtocolError("a call", why="its arguments are no tuple and dict")
+    if any(not isinstance(name, str) for name in kwargs):
+        raise ProtocolError("a call", why="the name of an argument is no text")
+    return values
 
 
 def _is_simple(item: CborValue) -> bool:
@@ -430,10 +465,11 @@ def _fail(owned: Owned, error: BaseException) -> None:
 
 
 async def _completed(agent: Agent, future: Any) -> Any:
-    if not isinstance(future, torch.futures.Future):
-        raise TypeError(
-            "Functions decorated with async_execution must return a torch.futures.Future, and this "
-            f"one has returned a {type(future).__name__}"
+    if not isinstance(future, torch._C.Future):  # which is what its then() returns
+        raise RpcError(
+            "call of an async_execution function",
+            why="Functions decorated with @rpc.async_function must return a torch.futures.Future "
+            f"object, but got {type(future).__name__}",
         )
     done = anyio.Event()
     future.add_done_callback(lambda _: agent.bridge.call_soon(done.set))

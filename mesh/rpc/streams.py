@@ -128,7 +128,7 @@ class RemoteIterator:
             raise decode_exception(answer.error, peer=self._label, what=self._what)
         connection = self._stream.connection
         parts = await self._agent.fetch_parts(connection, answer)
-        return self._agent.value_of(answer.items, together(answer.beside, parts), connection)
+        return await self._agent.value_of(answer.items, together(answer.beside, parts), connection)
 
     async def _ask(self, stream: Stream) -> None:
         self._count += 1

@@ -13,6 +13,7 @@ is, and which may be followed by the items of its parts:
     ["e", name, member]                        member of an enumeration
     ["i", hex]  ["c", re, im]  ["z", sizes]    large integer, complex number, torch.Size
     ["dt", name]  ["dv", name]                 torch.dtype, torch.device
+    ["n", id]                                  the id of a node
     ["q", name]                                a function or class that the reader exposes
     ["R", ...]                                 a remote reference
     ["K", i, tensors, refs]                    a pickle, where both sides allow them: see `pickled`
@@ -29,14 +30,26 @@ from typing import Any, Protocol
 
 import torch
 
+from auth import IdentityError, NodeId
 from mesh.rpc.errors import PickleRefused, Unsendable
 from mesh.rpc.exposed import Exposures, exposed_name
 from mesh.rpc.pickled import PICKLE_SCOPE, read_pickle, write_pickle
 from mesh.rpc.types import TypeTable
+from mesh.rpc.workers import aside
 from tensor_bridge import TensorError, describe, dtype_name, dtype_of, tensor_bytes
 from transport import CborValue, ProtocolError
 
-__all__ = ["MAX_DEPTH", "MAX_ITEMS", "Packed", "Packer", "RefReader", "RefWriter", "Unpacker"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_ITEMS",
+    "Packed",
+    "Packer",
+    "RefReader",
+    "RefWriter",
+    "Unpacker",
+    "has_pickle",
+    "refuse_pickle",
+]
 
 MAX_DEPTH = 64
 """Deepest nesting of a value."""
@@ -243,6 +256,9 @@ class Packer:
     def _device(self, value: torch.device, path: str, depth: int) -> None:
         self._items.append(["dv", str(value)])
 
+    def _node(self, value: NodeId, path: str, depth: int) -> None:
+        self._items.append(["n", value.raw])
+
     def _tensor(self, value: torch.Tensor, path: str, depth: int) -> None:
         if value.layout is torch.sparse_coo and type(value) is torch.Tensor:
             plain = value.detach()
@@ -323,6 +339,22 @@ class Unpacker:
         if self._next != len(self._items):
             raise _malformed("items follow the last value")
 
+    async def unpack_all(self, count: int) -> list[Any]:
+        """Return all values, which have to be `count`; pickles are read in a thread.
+
+        Raises:
+            ProtocolError, NotExposed: as `unpack`.
+        """
+
+        def unpack() -> list[Any]:
+            values = [self.unpack() for _ in range(count)]
+            self.finish()
+            return values
+
+        if self._pickles and has_pickle(self._items):
+            return await aside(unpack)
+        return unpack()
+
     def _unpack(self, depth: int) -> Any:
         if self._next >= len(self._items) or depth > MAX_DEPTH:
             raise _malformed("it ends early, or nests too deeply")
@@ -366,6 +398,8 @@ class Unpacker:
                 return dtype_of(name)
             case ["dv", str(name)]:
                 return _device(name)
+            case ["n", bytes(raw)]:
+                return _node_id(raw)
             case ["q", str(name)]:
                 return self._exposures.callable(name)
             case ["R", *_]:
@@ -411,10 +445,7 @@ class Unpacker:
 
     def _pickle(self, number: int, tensors: list[CborValue], refs: list[CborValue]) -> Any:
         if not self._pickles:
-            raise PickleRefused(
-                "reading of a value",
-                why=f"it is a pickle, and the scope {PICKLE_SCOPE} is not granted by name",
-            )
+            raise refuse_pickle()
         return read_pickle(
             self._data(number),
             [self._tensor(_size(each)) for each in tensors],
@@ -432,6 +463,19 @@ class Unpacker:
             )
         except (RuntimeError, ValueError, TypeError) as error:
             raise _malformed(f"a sparse tensor that is none ({error!s:.120})") from error
+
+
+def has_pickle(items: Sequence[CborValue]) -> bool:
+    """Return whether there is a pickle among the items of a message."""
+    return any(isinstance(item, list) and item[:1] == ["K"] for item in items)
+
+
+def refuse_pickle() -> PickleRefused:
+    """Return the error for a pickle that its sender may not send."""
+    return PickleRefused(
+        "reading of a value",
+        why=f"it is a pickle, and the scope {PICKLE_SCOPE} is not granted by name",
+    )
 
 
 class _Guard:
@@ -466,6 +510,7 @@ _WRITERS: dict[type, Callable[[Packer, Any, str, int], None]] = {
     torch.Size: Packer._size,
     torch.dtype: Packer._dtype,
     torch.device: Packer._device,
+    NodeId: Packer._node,
 }
 """By exact type: a subclass, such as of ``int``, may mean something else."""
 
@@ -497,6 +542,13 @@ def _word(value: CborValue) -> str:
     if not isinstance(value, str):
         raise _malformed("a field without a name")
     return value
+
+
+def _node_id(raw: bytes) -> NodeId:
+    try:
+        return NodeId(raw)
+    except IdentityError as error:
+        raise _malformed(f"a node id that is none ({error})") from error
 
 
 def _device(name: str) -> torch.device:

@@ -20,7 +20,7 @@ import math
 from typing import Self
 
 from auth import IdentityError, NodeId
-from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS
+from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS, has_pickle
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_LANE, lanes_of
@@ -214,6 +214,11 @@ class Request:
         key = _key(fields, beside)
         fields.finish()
         return cls(target, items, beside, float(seconds), create, key)  # type: ignore[arg-type]
+
+    @property
+    def has_pickle(self) -> bool:
+        """Whether a part of it is a pickle."""
+        return self.target.kind == "pickled" or has_pickle(self.items)
 
     @property
     def limit(self) -> float:

@@ -20,7 +20,7 @@ import anyio.to_thread
 from auth import NodeId
 from transport import LimitExceeded
 
-__all__ = ["Workers", "may_block"]
+__all__ = ["Workers", "aside", "may_block"]
 
 _Result = TypeVar("_Result")
 
@@ -38,6 +38,7 @@ class Workers:
     """
 
     def __init__(self, limit: int, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        self.limit = limit
         self._free = limit
         self._call_soon = call_soon
         self._busy = 0
@@ -157,6 +158,14 @@ class _Claim:
         with self._lock:
             self._is_left = True
             return not self._is_running
+
+
+async def aside(function: Callable[[], _Result]) -> _Result:
+    """Return what `function` does in a thread that does not count among workers.
+
+    For what is short, but not the library's own, such as how a program's class is pickled.
+    """
+    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
 
 
 class _Here(threading.local):

@@ -17,8 +17,14 @@ from tensor_bridge.lanes.choice import (
 )
 from tensor_bridge.lanes.lane import Lane
 from tensor_bridge.lanes.quic import QuicLane
-from tensor_bridge.lanes.shared import SealedLane, SharedLane, sealed_copy
-from tensor_bridge.lanes.shared.sealed import sealed_memory
+from tensor_bridge.lanes.shared import (
+    SealedLane,
+    SharedLane,
+    sealed_copy,
+    sealed_descriptor,
+    sealed_snapshot,
+)
+from tensor_bridge.lanes.shared.sealed import Writer, map_sealed, sealed_memory
 
 __all__ = [
     "NO_LANES",
@@ -30,7 +36,11 @@ __all__ = [
     "QuicLane",
     "SealedLane",
     "SharedLane",
+    "Writer",
     "choose_lane",
+    "map_sealed",
     "sealed_copy",
+    "sealed_descriptor",
     "sealed_memory",
+    "sealed_snapshot",
 ]

@@ -12,6 +12,8 @@ import mesh
 PUBLIC = {
     "AccessDenied",
     "AuthorizedKeys",
+    "DistributedContext",
+    "ReduceOperation",
     "Authorizer",
     "EndpointConfig",
     "Grant",

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from auth import MeshError
 from mesh.device import handover, templates, wire
+from mesh.device.server import orders
 from tensor_bridge import TensorMeta
 from tests.parsers.of_transport import encoded, errors, same_error
 from tests.parsers.parser import Parser, cbor_values
@@ -154,7 +155,11 @@ def _same_answer(one: wire.Answer, other: wire.Answer) -> bool:
 _numbers64 = st.integers(0, (1 << 63) - 1)
 _object_ids = st.binary(min_size=16, max_size=16).map(bytes.hex)
 _orders = st.one_of(
-    st.builds(handover.PutIn, _numbers64, _numbers64),
+    st.builds(
+        handover.PutIn,
+        st.integers(1, (1 << 63) - 1),
+        *(_numbers64, _numbers64, _numbers64, _numbers64),
+    ),
     st.builds(
         handover.TakeOut,
         st.integers(1, (1 << 63) - 1),
@@ -162,6 +167,12 @@ _orders = st.one_of(
         _numbers64,
         st.builds(TensorMeta, _dtypes, st.just((2, 3)), st.sampled_from([(0, 1), (1, 0)])),
     ),
+)
+_executor_orders = st.one_of(
+    st.builds(orders.Await, _numbers64, _numbers64, _numbers64, _numbers64),
+    st.builds(orders.Fill, _numbers64, _numbers64),
+    st.builds(orders.Fail, _numbers64, errors()),
+    st.builds(orders.Hand, _numbers64, _numbers64, _numbers64),
 )
 _arrived = st.one_of(
     st.builds(
@@ -229,6 +240,24 @@ PARSERS = [
         write=lambda order: order.encode(),
         read=lambda data: _some(handover.decode_order(bytearray(data))),
         refuses=(MeshError, ValueError),
+    ),
+    Parser(
+        name="mesh.device_executor_order",
+        covers=("mesh.device.server.orders.decode",),
+        form="bytes",
+        values=_executor_orders,
+        write=orders.encode,
+        read=orders.decode,
+        refuses=(MeshError, ValueError),
+        same=lambda one, other: (
+            (
+                isinstance(one, orders.Fail)
+                and one.arrival == other.arrival
+                and same_error(one.error, other.error)
+            )
+            or one == other
+        ),
+        is_canonical=False,  # whatever the error is, it is some error
     ),
     Parser(
         name="mesh.device_taken",

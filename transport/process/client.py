@@ -25,6 +25,7 @@ from transport.process.channel import Channel
 from transport.process.memory import SharedMemory
 from transport.process.mirror import MirrorLink
 from transport.process.mirror_stream import Piece
+from transport.process.pulse import LOOKS, Pulse, processor_time
 from transport.process.records import MAX_PACKET, MAX_PAYLOAD, Kind, Record, encode
 from transport.process.setup import map_of
 from transport.process.spawn import Child, spawn
@@ -43,11 +44,11 @@ STOP_SECONDS = 2.0
 CAUSE_SECONDS = 1.0
 """How long to wait for the cause, once it says nothing any more."""
 
-LOOK_SECONDS = 4.0
-MAX_MISSES = 1
-"""How often the process is asked whether it is still there, and how often in a row it may miss
-that: so long it may be without a processor, or this event loop blocked. As often, shared memory
-that nobody has goes back to the system."""
+ANSWER_SECONDS = 8.0
+"""How long the process may answer nothing though it works."""
+
+TRIM_SECONDS = 4.0
+"""How often shared memory that nobody has goes back to the system."""
 
 _LAZY = frozenset({Kind.OPEN, Kind.RELEASE})
 """What may wait for the next packet."""
@@ -97,7 +98,8 @@ class ProcessEngine:
         self._dials: dict[int, tuple[anyio.Event, list[Refusal | None]]] = {}
         self._syncs: deque[tuple[int, list[Piece]]] = deque()
         self._next_sync = 1
-        self._synced = 0
+        self._pulse = Pulse(config.liveness, time.monotonic())
+        self._answers = Pulse(ANSWER_SECONDS, time.monotonic())
         self._why: str | None = None
         self._unfed: dict[MirrorLink, None] = {}
         self._later = Later(self._go_on)
@@ -149,6 +151,8 @@ class ProcessEngine:
             tasks.start_soon(self.deadlines.run)
             tasks.start_soon(self._later.run)
             tasks.start_soon(self._look_after)
+            if self._memory is not None:
+                tasks.start_soon(self._trim, self._memory)
             await self._serve()
 
     async def _serve(self) -> None:
@@ -302,6 +306,7 @@ class ProcessEngine:
     def _taken(self, more: bool) -> None:
         touched, self._touched = self._touched, {}
         now = time.monotonic()
+        self._pulse.heard(now)
         for link in touched:
             self._report(link)
             self._on_pumped(link)
@@ -342,7 +347,7 @@ class ProcessEngine:
             self._wake_drain()
 
     def _take_synced(self, record: Record) -> None:
-        self._synced = record.number
+        self._answers.heard(time.monotonic())
         while self._syncs and self._syncs[0][0] <= record.number:
             _, pieces = self._syncs.popleft()
             assert self._memory is not None
@@ -410,18 +415,28 @@ class ProcessEngine:
             self.pump(link)
 
     async def _look_after(self) -> None:
-        """See that the process still answers; give memory back that was not used of late."""
-        misses = 0
+        """Show the process that this program goes on, and see that it does itself."""
+        now = time.monotonic()
+        self._pulse.heard(now)
+        self._answers.heard(now)
+        child = self._child
+        assert child is not None
         while self._lost is None:
-            asked, self._next_sync = self._next_sync, self._next_sync + 1
-            self._say(encode(Kind.SYNC, number=asked))
-            await anyio.sleep(LOOK_SECONDS)
-            if self._memory is not None:
-                self._memory.trim()
-            misses = 0 if self._synced >= asked else misses + 1
-            if misses > MAX_MISSES and self._child is not None:
-                self._why = f"it has not answered for {misses * LOOK_SECONDS:.0f} s"
-                self._child.kill()
+            number, self._next_sync = self._next_sync, self._next_sync + 1
+            self._say(encode(Kind.SYNC, number=number))
+            await anyio.sleep(self._config.liveness / LOOKS)
+            now = time.monotonic()
+            if self._pulse.is_lost(now, processor_time(child.pid)):
+                self._why = f"it did nothing for {self._config.liveness:g} s: was it stopped?"
+                child.kill()
+            elif self._answers.is_lost(now, None):
+                self._why = f"it has not answered for {ANSWER_SECONDS:g} s"
+                child.kill()
+
+    async def _trim(self, memory: SharedMemory) -> None:
+        while self._lost is None:
+            await anyio.sleep(TRIM_SECONDS)
+            memory.trim()
 
     def _check(self) -> None:
         if os.getpid() != self._process:

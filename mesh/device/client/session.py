@@ -124,6 +124,7 @@ class Session:
         queue: what is to be sent: messages, and numbers of handles to be released.
         limit: how many of them make a batch. 1 while the carrier sleeps, 0 when all is lost.
         error: why all is lost.
+        moves: whether the peer takes and gives large tensors beside the operations.
     """
 
     def __init__(self, label: Callable[[], str]) -> None:
@@ -131,6 +132,7 @@ class Session:
         self.queue: deque[bytes | int] = deque()
         self.limit = 1
         self.error: MeshError | None = None
+        self.moves = False
         self.origins: list[Origin | None] = [None] * ORIGINS
         self.next_id = itertools.count(1).__next__
         self._next_request = itertools.count(1).__next__
@@ -253,6 +255,17 @@ class Session:
             MeshError: as `emit`.
         """
         return self._request(Request(what), make)
+
+    def promise(self, what: str) -> tuple[Request, Callable[[], object]]:
+        """Return a request that somebody here answers, and what to call then.
+
+        It fails, as those of the peer's, when all is lost.
+        """
+        request, key = Request(what), self._next_request()
+        self._requests[key] = request
+        if self.error is not None:
+            self._fail_requests()
+        return request, lambda: self._requests.pop(key, None)
 
     def _request(self, request: Request, make: Callable[[int], bytes]) -> Request:
         key = self._next_request()

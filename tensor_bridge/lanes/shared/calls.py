@@ -56,8 +56,9 @@ _ANSWERS = (PART, REPLY, ELSEWHERE)
 RINGS = 3
 """Descriptors of a pair of rings: the memory, where the maker sleeps, and where the other does."""
 
-MAX_RUNNING = 128
-"""Calls served at a time for the peer; further ones come on streams, as the grant allows."""
+MAX_RUNNING = 1024
+"""Calls served at a time for the peer: those that call back need as many as they are deep. Further
+ones come on streams, as the grant allows."""
 
 MAX_REPLY = 1 << 20
 """Longest reply, that of a frame."""
@@ -76,6 +77,9 @@ _log = logging.getLogger("quicmesh.tensors")
 SPIN_SECONDS = 200e-6
 """How long a thread that waits for a reply looks for it itself, before it sleeps: most replies that
 are computed at once are there by then, and to be woken takes as long again."""
+
+LOOK_SECONDS = 0.2
+"""Between two looks whether a thread is still to wait."""
 
 TURN_SECONDS = 1e-3
 """How long calls that are answered at once may keep the event loop from others."""
@@ -179,7 +183,9 @@ class Calls:
             raise ConnectionClosed("a call", peer=self._peer, stage="answer")
         return bytes(waiting.reply) if waiting.is_answered else None
 
-    def call_in_thread(self, request: bytes, timeout: float) -> bytes | None:
+    def call_in_thread(
+        self, request: bytes, timeout: float, is_over: Callable[[], bool]
+    ) -> bytes | None:
         """See ``transport.Carrier``."""
         number, waiting = next(self._numbers), _Sleeping()
         self._waiting[number] = waiting
@@ -189,8 +195,10 @@ class Calls:
             if not self._put(Message(REQUEST, number, request)):
                 return None
             self._spin(waiting)
-            if not waiting.over.wait(min(timeout, threading.TIMEOUT_MAX)):
-                raise TimeoutError
+            end = time.monotonic() + timeout
+            while not waiting.over.wait(max(0.0, min(end - time.monotonic(), LOOK_SECONDS))):
+                if time.monotonic() >= end or is_over():
+                    raise TimeoutError
         except BaseException:
             if not waiting.over.is_set():
                 self._put(Message(CANCEL, number))  # without room, its own limit ends it there

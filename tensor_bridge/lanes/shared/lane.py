@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
@@ -21,7 +22,7 @@ from tensor_bridge.lanes.stalls import Stalls
 from tensor_bridge.memory import Payload, allocate
 from transport import AppCode, ConnectionClosed, ProtocolError, Stream, StreamReset
 
-__all__ = ["SealedLane", "SharedLane", "sealed_copy"]
+__all__ = ["SealedLane", "SharedLane", "sealed_copy", "sealed_descriptor", "sealed_snapshot"]
 
 
 PIECE = 1 << 20
@@ -176,6 +177,37 @@ async def sealed_copy(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     except OSError as error:
         _log.warning("no memory to hand over: %s", error.strerror)
         return tensor
+
+
+async def sealed_descriptor(tensor: torch.Tensor, meta: TensorMeta) -> int:
+    """Return a descriptor, the caller's to close, of sealed memory with the bytes of `tensor`.
+
+    Raises:
+        TensorChanged: its memory was resized or replaced meanwhile.
+        OSError: the system has no such memory, or no more.
+    """
+    payload = Payload(tensor, meta)
+    there = payload.sealed_by(sealed_memory)
+    if there is not None:
+        return os.dup(there)
+    with contextlib.closing(Writer()) as writer:
+        for piece in _pieces(payload, PIECE):
+            writer.write(piece)
+            await anyio.lowlevel.checkpoint()
+        return writer.give()
+
+
+def sealed_snapshot(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return a copy of `tensor`, in sealed memory if there is any; for threads, which may block.
+
+    Raises:
+        QuotaExceeded: this machine has no room for it.
+    """
+    with contextlib.suppress(OSError, AttributeError), contextlib.closing(Writer()) as writer:
+        for piece in _pieces(Payload(tensor, meta), meta.nbytes):
+            writer.write(piece)
+        return allocate(meta, writer.seal().storage)
+    return allocate(meta).copy_(tensor.detach())
 
 
 def _pieces(payload: Payload, size: int) -> Iterator[memoryview]:

@@ -124,13 +124,15 @@ class _Carrier:
         with self._telling():
             return await calls.call(request)
 
-    def call_in_thread(self, request: bytes, timeout: float) -> bytes | None:
+    def call_in_thread(
+        self, request: bytes, timeout: float, is_over: Callable[[], bool]
+    ) -> bytes | None:
         """See ``transport.Carrier``."""
         calls = self._link.calls
         if calls is None:
             return None
         with self._telling():
-            return calls.call_in_thread(request, timeout)
+            return calls.call_in_thread(request, timeout, is_over)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:

@@ -55,10 +55,14 @@ def peer(*, devices: int = 2, lease: float = 30.0, max_bytes: int = 1 << 30) -> 
             program.kill()
 
 
-def client() -> blocking.Node:
+def client(*, shared_memory: bool = True) -> blocking.Node:
     """A program's node, not open yet."""
     return blocking.Node.embedded(
-        key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG, tensors=False
+        key=SecretKey.generate(),
+        authorizer=allow_any(),
+        config=CONFIG,
+        tensors=False,
+        shared_memory=shared_memory,
     )
 
 
@@ -66,7 +70,9 @@ class _Admit:
     """Lets everybody in for devices, with a quota."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._grant = Grant(frozenset({"device", "tensor"}), quotas=Quotas(max_bytes=max_bytes))
+        self._grant = Grant(
+            frozenset({"collective", "device", "tensor"}), quotas=Quotas(max_bytes=max_bytes)
+        )
 
     async def authorize(self, request: AccessRequest) -> Grant:
         return self._grant

@@ -129,7 +129,12 @@ async def read_items(c: Calling) -> AsyncIterator[Operation]:
     yield run
 
 
-@SCENARIOS.covers("mesh.Agent.connected", "mesh.Agent.fetch_parts", "mesh.Agent.stream_here")
+@SCENARIOS.covers(
+    "mesh.Agent.connected",
+    "mesh.Agent.fetch_parts",
+    "mesh.Agent.stream_here",
+    "mesh.Agent.value_of",
+)
 async def read_ones_own(c: Calling) -> AsyncIterator[Operation]:
     async def run() -> None:
         assert torch.equal(await c.here.call(c.peer.node_id, exposures.echo, (LARGE,)), LARGE)

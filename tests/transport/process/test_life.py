@@ -23,6 +23,7 @@ from transport import (
     EndpointConfig,
     EndpointLost,
     Incoming,
+    PeerAddress,
     PeerLost,
     TransportError,
 )
@@ -174,6 +175,63 @@ async def test_a_program_that_is_killed_takes_its_process_with_it(how: str) -> N
             with anyio.fail_after(1):
                 assert isinstance(await connection.wait_closed(), PeerLost)
             await eventually(lambda: is_gone(number), 1)
+
+
+STOPPED = """
+import anyio, sys
+from auth import SecretKey, allow_any, NodeId
+from transport import Endpoint, EndpointConfig, PeerAddress
+
+async def main():
+    config = EndpointConfig(bind="127.0.0.1:0", placement="process", liveness=0.5)
+    async with Endpoint(SecretKey.generate(), allow_any(), config) as node:
+        where = PeerAddress(NodeId.parse(sys.argv[1]), (("127.0.0.1", int(sys.argv[2])),))
+        connection = await node.connect(where)
+        print(node.port, flush=True)
+        print("closed:", await connection.wait_closed(), flush=True)
+        print(await (await node.connect(where)).call("echo", "again"), flush=True)
+
+anyio.run(main)
+"""
+
+
+async def test_a_program_that_is_stopped_is_lost_to_its_peers_and_may_come_back() -> None:
+    async with endpoint(liveness=60.0, placement="loop") as listener:
+        arguments = ["-c", STOPPED, str(listener.node_id), str(listener.port)]
+        with Program(arguments, torch=False) as program:
+            assert program.stdout is not None
+            port = int(await anyio.to_thread.run_sync(program.stdout.readline))
+            (connection,) = listener.connections
+            with anyio.move_on_after(0.8):  # nothing is said, and all is well
+                await connection.wait_closed()
+            assert connection.is_open
+            os.kill(program.pid, signal.SIGSTOP)
+            with anyio.fail_after(5):
+                error = await connection.wait_closed()
+            assert isinstance(error, PeerLost)
+            assert "stopped" in str(error)
+            # Who calls meanwhile is told so, too.
+            where = PeerAddress(connection.peer.node_id, (("127.0.0.1", port),))
+            with pytest.raises(TransportError, match="stopped"), anyio.fail_after(5):
+                await listener.connect(where)
+            os.kill(program.pid, signal.SIGCONT)
+            said = await anyio.to_thread.run_sync(program.stdout.readline)
+            assert said.startswith("closed: ")
+            assert "did not go on" in said
+            assert await anyio.to_thread.run_sync(program.stdout.readline) == "again\n"
+
+
+async def test_a_process_that_is_stopped_is_replaced_by_an_error() -> None:
+    async with (
+        endpoint(placement="process", liveness=0.5) as dialer,
+        endpoint(placement="loop") as listener,
+    ):
+        connection = await dialer.connect(at(listener))
+        os.kill(pid(dialer), signal.SIGSTOP)
+        with anyio.fail_after(5):
+            error = await connection.wait_closed()
+        assert isinstance(error, EndpointLost)
+        assert "was it stopped?" in str(error)
 
 
 async def test_signals_to_everybody_do_not_end_it() -> None:
