@@ -2,7 +2,8 @@
 
 A call of little takes less time than it takes a thread to ask a loop for it and to be woken. So the
 thread that makes it writes and reads its messages itself, where nothing in them needs the loop:
-no references, no tensors that travel apart, no pickles, no autograd context. All else is as in `Agent.call`.
+no references, no tensors that travel apart, no pickles, no autograd context. All else is as in
+`Agent.call`.
 """
 
 from __future__ import annotations
