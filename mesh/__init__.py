@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         any_of,
         deny_all,
     )
-    from mesh import autograd, blocking, errors, optim, rpc
+    from mesh import autograd, blocking, errors, optim, rpc, train
     from mesh.device.api import describe, device, devices
     from mesh.device.groups.context import DistributedContext, ReduceOperation
     from mesh.errors import AccessDenied, MeshError
@@ -64,6 +64,7 @@ __all__ = [
     "describe",
     "DistributedContext",
     "ReduceOperation",
+    "train",
     # identity and policy
     "NodeId",
     "SecretKey",
@@ -102,6 +103,7 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "describe": "mesh.device.api",
             "DistributedContext": "mesh.device.groups.context",
             "ReduceOperation": "mesh.device.groups.context",
+            "train": "mesh.train",
             "NodeId": "auth",
             "SecretKey": "auth",
             "Ticket": "auth",

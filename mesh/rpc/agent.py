@@ -17,7 +17,7 @@ from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, So
 from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, together, with_parts
-from mesh.rpc.errors import RefLost, RpcError, as_runtime_error
+from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
 from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
@@ -27,6 +27,7 @@ from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
 from mesh.rpc.passing import Incoming, Outgoing, held
 from mesh.rpc.pickled import may_unpickle
+from mesh.rpc.placement import Placement
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
@@ -95,6 +96,7 @@ class Agent:
         abandoned: streams of items that nobody reads any more, and that are to be given up.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
         activity: what is under way.
+        placement: which devices tensors are put on.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Agent:
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
         self.activity = Activity()
+        self.placement = Placement()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
@@ -125,6 +128,7 @@ class Agent:
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
         self.abandoned: deque[Stream] = deque()
+        self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
         self._clock = 0.0
@@ -136,15 +140,15 @@ class Agent:
         self.lanes = self._node.lanes
         self._clock = anyio.current_time() - time.monotonic()
         self._service.register(endpoint)
-        self.autograd.register(endpoint)
         register_listing(self, endpoint)
+        self.autograd.register(endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
-                self._tasks.start_soon(self.autograd.run)
                 self._tasks.start_soon(self._give_up)
+                self._tasks.start_soon(self.autograd.run)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
@@ -192,7 +196,7 @@ class Agent:
             Exception: what the function raised, of the same class if that is known here.
             MeshError: the peer can't be reached, refuses, or was lost meanwhile.
         """
-        target = self._target(function)
+        target = self.target(function)
         return await self._ask(to, target, args, kwargs or {}, timeout, function=function)
 
     def prepare(
@@ -211,7 +215,7 @@ class Agent:
         Raises:
             Unsendable: as `call`.
         """
-        target, seconds = self._target(function), self._seconds(timeout)
+        target, seconds = self.target(function), self.seconds(timeout)
         ready = self._pack(to, target, args, kwargs or {}, function)
         return lambda: self._ask(to, target, (), {}, seconds, ready=ready)
 
@@ -225,7 +229,7 @@ class Agent:
         timeout: float | None = None,
     ) -> Callable[[], Coroutine[Any, Any, Any]]:
         """Return the same of `invoke`. For threads too."""
-        target, seconds = self._target_at(ref, "method", method), self._seconds(timeout)
+        target, seconds = self._target_at(ref, "method", method), self.seconds(timeout)
         ready = self._pack(ref.owner_id, target, args, kwargs or {}, None)
 
         async def ask() -> Any:
@@ -277,7 +281,7 @@ class Agent:
 
         For threads too: the reference can be used at once, and waits for the rest.
         """
-        target = self._target(function)
+        target = self.target(function)
         return self._order(to, target, args, kwargs or {}, timeout, function=function)
 
     def order_method(
@@ -327,12 +331,12 @@ class Agent:
             timeout: seconds for each item, the first with all that goes before it; 0 for no limit.
                 The peer's loss ends the wait anyway.
         """
-        target = self._target(function)
+        target = self.target(function)
 
         async def found() -> Target:
             return target
 
-        seconds = self._seconds(timeout)
+        seconds = self.seconds(timeout)
         return RemoteIterator(self, to, found, args, kwargs or {}, seconds, function)
 
     def stream_method(
@@ -351,13 +355,13 @@ class Agent:
             lambda: self._at(ref, "method", method),
             args,
             kwargs or {},
-            self._seconds(timeout),
+            self.seconds(timeout),
         )
 
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
         if isinstance(ref.state, Owned):
-            with limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
+            with limit(self.seconds(timeout), "fetch of a reference", self.label(self.node_id)):
                 return await self.bridge.until_done(ref.state.outcome)
         target = await self._at(ref, "fetch")
         return await self._ask(ref.owner_id, target, (), {}, timeout)
@@ -524,7 +528,7 @@ class Agent:
         function: object = None,
         after: RRef[Any] | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
-        seconds = self._seconds(timeout)
+        seconds = self.seconds(timeout)
         ready = self._pack(to, target, args, kwargs, function)
 
         async def ask(create: Fork | None) -> Any:
@@ -555,6 +559,8 @@ class Agent:
             try:
                 await ask(state.fork)
             except BaseException as error:
+                if isinstance(error, RpcTimeout):
+                    error.what = f"RRef creation by {target}"
                 _settle(state.created, error if isinstance(error, Exception) else _cancelled())
                 raise
             _settle(state.created, None)
@@ -574,13 +580,13 @@ class Agent:
         ready: _Ready | None = None,
         stays: bool = False,
     ) -> Any:
-        seconds = self._seconds(timeout)
+        seconds = self.seconds(timeout)
         outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
         link = None
         try:
             with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
-                what = beside(packed.tensors)
+                what = beside(packed.tensors, self.placement.towards(to))
                 key = new_id() if what.apart else b""
                 link = self.autograd.leaving(to, packed.differentiable)
                 request = Request(target, packed.items, what, seconds, create, key, link)
@@ -598,9 +604,13 @@ class Agent:
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
             raise
-        received = self.autograd.answered(to, link, answer.link)
-        tensors = together(answer.beside, parts)
-        return await self.value_of(answer.items, tensors, connection, received=received)
+        tensors = self.placement.answered(together(answer.beside, parts), answer.beside.devices, to)
+        return await self.value_of(
+            answer.items,
+            tensors,
+            connection,
+            received=self.autograd.answered(to, link, answer.link),
+        )
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
@@ -635,7 +645,8 @@ class Agent:
         with contextlib.suppress(MeshError):  # then it finds out by itself
             await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
 
-    def _target(self, function: Callable[..., Any] | str) -> Target:
+    def target(self, function: Callable[..., Any] | str) -> Target:
+        """Return what a function is called by on the wire. Raises `RpcError` if it can't be."""
         if isinstance(function, str):
             kind = "operator" if function.startswith("torch.") else "function"
             return Target(kind, function)
@@ -671,6 +682,9 @@ class Agent:
         endpoint = self._node.endpoint
         connection = endpoint.connection(to)
         if connection is not None:
+            if self._met.get(to) is not connection:
+                self._met[to] = connection
+                self._tasks.start_soon(self._meet, connection)
             return connection
         if to in self._hints:
             giver, where = self._hints.pop(to)
@@ -685,7 +699,19 @@ class Agent:
             endpoint.add_addresses(to, where)
         return await self._node.dial(to)
 
-    def _seconds(self, timeout: float | None) -> float:
+    def short_way(self, to: NodeId) -> Connection | None:
+        """Return the connection with a node by which threads can call it; None if there is none."""
+        connection = self._node.endpoint.connection(to)
+        is_there = connection is not None and connection.carrier is not None
+        return connection if is_there and not self.pickles and not self.bridge.is_here else None
+
+    async def _meet(self, connection: Connection) -> None:
+        """Have the shared memory of a peer on this host be there before a large tensor needs it."""
+        with contextlib.suppress(MeshError):  # then calls take streams, and tensors QUIC
+            await self.lanes.meet(connection)
+
+    def seconds(self, timeout: float | None) -> float:
+        """Return the limit of a call that is given `timeout`. Raises `RpcError` if it is none."""
         seconds = self.timeout if timeout is None else timeout
         if not 0 <= seconds < 1e9:
             raise RpcError(

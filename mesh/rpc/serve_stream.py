@@ -160,6 +160,7 @@ class StreamService:
                 self._agent.exposures.callable(request.target.name)  # before tensors come in vain
             parts = await self._parts.receive(peer.node_id, request)
             tensors = together(request.beside, parts)
+            tensors = self._agent.placement.ordered(tensors, request.beside.devices)
             async with anyio.create_task_group() as tasks:
 
                 async def listen() -> None:

@@ -40,6 +40,7 @@ PUBLIC = {
     "errors",
     "optim",
     "rpc",
+    "train",
 }
 
 

@@ -6,6 +6,7 @@ from tests.parsers import (
     of_auth,
     of_autograd,
     of_devices,
+    of_groups,
     of_mesh,
     of_rpc,
     of_tensor_bridge,
@@ -23,4 +24,5 @@ PARSERS: list[Parser] = [
     *of_rpc.PARSERS,
     *of_autograd.PARSERS,
     *of_devices.PARSERS,
+    *of_groups.PARSERS,
 ]
