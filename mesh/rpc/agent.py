@@ -599,7 +599,6 @@ class Agent:
                 parts = await self.fetch_parts(connection, answer)
         except BaseException as error:
             outgoing.undo()
-            self.autograd.undo(link)
             self.name_in(error, str(target))
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
