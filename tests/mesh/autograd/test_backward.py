@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from typing import Any
 
 import pytest
 import torch
 
-from mesh.autograd import BackwardError, ContextGone
+from mesh.autograd import BackwardError, ContextGone, passes
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
+from tests.mesh.nodes import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -167,8 +169,6 @@ async def test_backwards_at_the_same_time_in_one_context_and_in_many() -> None:
             a.backward(context_id, a.call(b, relay, x, 3).sum())
 
     def program(a: Worker, b: Worker) -> None:
-        import contextvars
-
         x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
         with a.context() as context_id:
             a.backward(context_id, a.call(b, relay, x, 3).sum())
@@ -204,4 +204,42 @@ async def test_backwards_at_the_same_time_in_one_context_and_in_many() -> None:
     async with workers(2, relay) as (a, b):
         a.others, b.others = [b], [a]
         await in_thread(program, a, b)
+        await quiet(a, b)
+
+
+async def test_markings_that_nobody_uses_any_more_are_forgotten_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "MAX_MARKINGS", 3)
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            losses = [a.call(b, scale, x).sum() for _ in range(2)]
+            for turn in range(8):
+                a.backward(context_id, losses[turn % 2], retain_graph=True)
+            assert torch.equal(a.gradients(context_id)[x], 8 * b.weight.detach())
+            (there,) = b.agent.autograd.contexts
+            assert len(there.markings) <= 2
+
+    async with workers(2, scale) as (a, b):
+        await in_thread(program, a, b)
+
+
+async def test_a_context_of_a_task_of_the_loop_ends_everywhere() -> None:
+    async with workers(2, scale) as (a, b):
+        with a.context():
+            await a.agent.call(b.node_id, "scale", (torch.ones(3, requires_grad=True),))
+            assert len(b.agent.autograd.contexts) == 1
+        await eventually(lambda: len(b.agent.autograd.contexts) == 0, 0.25)  # no lease is over
+
+        def begin_another() -> None:
+            with a.context():
+                pass
+
+        with a.context():
+            inherited = contextvars.copy_context()
+            with pytest.raises(RuntimeError, match="Already have an autograd context"):
+                inherited.run(begin_another)
+        inherited.run(begin_another)  # what is over is no hindrance
         await quiet(a, b)
