@@ -20,6 +20,7 @@ from mesh.device.handover import ARRIVED_CALL, Arrived
 from mesh.device.wire import DEVICES_CALL, SERVICE
 from mesh.rpc import NotExposed
 from tensor_bridge.lanes.shared.host import unavailable
+from tests.mesh.autograd.nodes import in_thread, workers
 from tests.mesh.nodes import eventually
 from tests.mesh.rpc import exposures  # noqa: F401 - exposes what is called
 from transport import EndpointConfig, cbor
@@ -146,6 +147,31 @@ async def test_remote_calls_keep_to_the_schema(frames):
     assert said >= {"rpc.call", "rpc.part", "rpc.refs", "rpc.stream", "rpc.list", "node.refs"}
 
 
+async def test_gradients_keep_to_the_schema(frames):
+    def scale(worker, x):
+        return x * worker.weight
+
+    def fail(worker, x):
+        x.register_hook(lambda _: 1 / 0)
+        return x * 2
+
+    def program(a, b):
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            loss = a.call(b, scale, x).sum()
+            a.backward(context_id, loss, retain_graph=True)
+            a.backward(context_id, loss, fast=True)
+            with pytest.raises(RuntimeError):
+                a.backward(context_id, a.call(b, fail, x).sum())
+
+    async with workers(2, scale, fail) as (a, b):
+        await in_thread(program, a, b)
+    for data in frames:
+        SCHEMA.validate_cbor(data)
+    said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
+    assert said >= {"autograd.mark", "autograd.start", "autograd.release", "rpc.call"}
+
+
 async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
     secret = SharedSecret(bytes(32), scopes=["*"])
     one = Node.embedded(key=SecretKey.generate(), authorizer=secret, config=CONFIG, tensors=False)
@@ -179,6 +205,8 @@ async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
         {"wanted": -1},
         {"s": "rpc.stream", "v": {"wanted": 1}},
         {"s": "rpc.refs", "v": {"shared": [], "confirmed": [], "dropped": [], "left": [bytes(15)]}},
+        {"s": "autograd.release", "v": {"context": [bytes(31), 1]}},
+        {"s": "autograd.mark", "v": {"context": [bytes(32), 1], "wanted": []}},
         {"s": "device.arrived", "v": {"session": bytes(16), "arrival": 1}},
     ],
 )

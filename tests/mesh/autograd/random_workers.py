@@ -30,7 +30,7 @@ def place(seed: int, rank: int) -> Place:
     with lock:
         if seed not in places:
             places.clear()
-            places[seed] = Place(_call(seed), {rank: weights(rank, seed)})
+            places[seed] = Place(_call(seed, rank), {rank: weights(rank, seed)})
         return places[seed]
 
 
@@ -55,12 +55,13 @@ def collect(seed: int, rank: int, context_id: int) -> tuple[list[Any], list[Any]
     )
 
 
-def _call(seed: int) -> Any:
+def _call(seed: int, rank: int) -> Any:
     rng = random.Random(seed)
 
     def call(at: int, program: Any, path: str, given: Any) -> Any:
         arguments = (seed, at, program, path, list(given))
-        match rng.randrange(3):
+        # What a worker refers to of its own, it has as it is, and nothing crosses.
+        match rng.randrange(3 if at != rank else 2):
             case 0:
                 return rpc.rpc_sync(at, run, arguments)
             case 1:
