@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from examples import digits
 
@@ -82,6 +82,7 @@ def train(epochs: int) -> None:
             disable_tqdm=True,
         )
         trainer = Trainer(Classifier(), settings, train_dataset=Images(data.images, data.labels))
+        trainer.remove_callback(PrinterCallback)  # one line is all that is to be printed
         loss = trainer.train().training_loss
         seen = trainer.evaluate(
             Images(data.test_images, data.test_labels), metric_key_prefix="test"
