@@ -16,7 +16,7 @@ from mesh.collective.errors import (
     CollectiveTimeout,
     RankFailed,
 )
-from mesh.collective.exchange import COLLECTIVE, Check, Exchange, Header, Signature, Transfer
+from mesh.collective.exchange import COLLECTIVE, Check, Header, Messages, Signature, Transfer
 
 __all__ = ["Operation", "expect"]
 
@@ -35,7 +35,7 @@ class Operation:
     """
 
     def __init__(
-        self, exchange: Exchange, signature: Signature, sequence: int, deadline: float
+        self, exchange: Messages, signature: Signature, sequence: int, deadline: float
     ) -> None:
         self.exchange = exchange
         self.rank = exchange.rank
@@ -170,7 +170,7 @@ def _arrived(transfer: Transfer) -> bool:
     return transfer.done and transfer.error is None
 
 
-def expect(expected: Header, peer: int, exchange: Exchange, what: str) -> Check:
+def expect(expected: Header, peer: int, exchange: Messages, what: str) -> Check:
     """Return a check that refuses any message of `peer` but the one that `expected` describes."""
 
     def check(found: Header) -> None:

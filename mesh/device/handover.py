@@ -1,14 +1,17 @@
-"""Moves between devices of different peers: what client and nodes say to each other about them.
+"""Moves into and out of devices: what client and nodes say to each other about them.
 
-No element passes through the client. It has the one node take a tensor out of an executor into its
-store, orders the other to fetch it from there under a capability (`tensor_bridge`), and has it put
-into the executor there. The two orders travel among the batches of their sessions, so that they
-hold their place among the operations; neither goes to the executor as it is::
+Large tensors don't travel among the operations. A node takes them out of an executor into its
+store, or puts them into the executor from there, and `tensor_bridge` moves them from and to the
+store by the best lane: between the client and the node, or, of devices of different peers, straight
+between their nodes under a capability, so that no element passes through the client. The orders to
+take out and to put in travel among the batches of their sessions, so that they hold their place
+among the operations; neither goes to the executor as it is::
 
-    0x40, CBOR [request, template of a read, handle, what it is]    answered like a request
-    0x41, CBOR [handle, arrival]                                    waits until that has arrived
+    0x40, CBOR [request, template of a read, handle, what it is]    answered once it is in the store
+    0x41, CBOR [request, handle, byte offset, bytes, arrival]       answered once it is in its place
 
-The call ``device.arrived`` then says which object of the store it is, or why there is none.
+The call ``device.arrived`` says which object of the store has arrived, or why there is none.
+Operations that need what has not arrived wait for it, and others don't.
 """
 
 from __future__ import annotations
@@ -67,14 +70,26 @@ class TakeOut:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PutIn:
-    """Write what has arrived into a storage, and let nothing pass before."""
+    """Write what arrives into a storage; whatever needs it and comes later waits for it.
 
+    Attributes:
+        request: under which an answer comes once it is in its place.
+        handle: the storage.
+        offset: where in it, in bytes.
+        nbytes: how many bytes it is.
+        arrival: which one.
+    """
+
+    request: int
     handle: int
+    offset: int
+    nbytes: int
     arrival: int
 
     def encode(self) -> bytes:
         """Return the order as it travels."""
-        return bytes([_PUT_IN]) + cbor.encode([self.handle, self.arrival], max_size=MAX_ORDER)
+        fields: CborValue = [self.request, self.handle, self.offset, self.nbytes, self.arrival]
+        return bytes([_PUT_IN]) + cbor.encode(fields, max_size=MAX_ORDER)
 
 
 def decode_order(payload: bytearray) -> TakeOut | PutIn | None:
@@ -88,8 +103,10 @@ def decode_order(payload: bytearray) -> TakeOut | PutIn | None:
     value = cbor.decode(bytes(payload[1:]), max_size=MAX_ORDER)
     if payload[0] == _PUT_IN:
         match value:
-            case [int(handle), int(arrival)] if _are_numbers(handle, arrival):
-                return PutIn(handle, arrival)
+            case [int(request), int(handle), int(offset), int(nbytes), int(arrival)] if (
+                _are_numbers(request, handle, offset, nbytes, arrival) and request > 0
+            ):
+                return PutIn(request, handle, offset, nbytes, arrival)
     else:
         match value:
             case [int(request), int(template), int(handle), dict(meta)] if (

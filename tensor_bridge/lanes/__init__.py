@@ -16,9 +16,16 @@ from tensor_bridge.lanes.choice import (
     choose_lane,
 )
 from tensor_bridge.lanes.lane import Lane
+from tensor_bridge.lanes.local import LocalLane
 from tensor_bridge.lanes.quic import QuicLane
-from tensor_bridge.lanes.shared import SealedLane, SharedLane, sealed_copy
-from tensor_bridge.lanes.shared.sealed import sealed_memory
+from tensor_bridge.lanes.shared import (
+    SealedLane,
+    SharedLane,
+    sealed_copy,
+    sealed_descriptor,
+    sealed_snapshot,
+)
+from tensor_bridge.lanes.shared.sealed import Writer, map_sealed, sealed_memory
 
 __all__ = [
     "NO_LANES",
@@ -26,11 +33,16 @@ __all__ = [
     "LaneConfig",
     "LaneStatus",
     "Lanes",
+    "LocalLane",
     "Offer",
     "QuicLane",
     "SealedLane",
     "SharedLane",
+    "Writer",
     "choose_lane",
+    "map_sealed",
     "sealed_copy",
+    "sealed_descriptor",
     "sealed_memory",
+    "sealed_snapshot",
 ]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from auth import MeshError
 from mesh.device import handover, templates, wire
+from mesh.device.server import orders
 from tensor_bridge import TensorMeta
 from tests.parsers.of_transport import encoded, errors, same_error
 from tests.parsers.parser import Parser, cbor_values
@@ -85,6 +86,18 @@ _messages = st.one_of(
     st.builds(wire.Seed, st.integers(0, 99), _handles),
     st.builds(wire.Forget, st.integers(0, 99)),
     st.builds(wire.Poison, _handles, errors()),
+    st.builds(
+        wire.Capture,
+        st.integers(0, 99),
+        st.lists(
+            st.builds(wire.Release, st.lists(_handles, max_size=4).map(tuple))
+            | st.builds(wire.Run, st.just(1), st.just((1, 2, 3.5))),
+            max_size=3,
+        ).map(tuple),
+    ),
+    st.builds(wire.Replay, st.integers(0, 99)),
+    st.builds(wire.Drop, st.integers(0, 99)),
+    st.builds(wire.Content, _handles),
 )
 
 
@@ -110,6 +123,14 @@ def _write_message(message: wire.Message) -> bytes:
             return wire.forget(number)
         case wire.Poison(handle, error):
             return wire.poison(handle, error)
+        case wire.Capture(number, steps):
+            return wire.capture(number, b"".join(map(_write_message, steps)))
+        case wire.Replay(number):
+            return wire.replay(number)
+        case wire.Drop(number):
+            return wire.drop(number)
+        case wire.Content(max_bytes):
+            return wire.content(max_bytes)
 
 
 def _read_batch(data: bytes) -> list[wire.Message]:
@@ -154,7 +175,11 @@ def _same_answer(one: wire.Answer, other: wire.Answer) -> bool:
 _numbers64 = st.integers(0, (1 << 63) - 1)
 _object_ids = st.binary(min_size=16, max_size=16).map(bytes.hex)
 _orders = st.one_of(
-    st.builds(handover.PutIn, _numbers64, _numbers64),
+    st.builds(
+        handover.PutIn,
+        st.integers(1, (1 << 63) - 1),
+        *(_numbers64, _numbers64, _numbers64, _numbers64),
+    ),
     st.builds(
         handover.TakeOut,
         st.integers(1, (1 << 63) - 1),
@@ -162,6 +187,12 @@ _orders = st.one_of(
         _numbers64,
         st.builds(TensorMeta, _dtypes, st.just((2, 3)), st.sampled_from([(0, 1), (1, 0)])),
     ),
+)
+_executor_orders = st.one_of(
+    st.builds(orders.Await, _numbers64, _numbers64, _numbers64, _numbers64),
+    st.builds(orders.Fill, _numbers64, _numbers64),
+    st.builds(orders.Fail, _numbers64, errors()),
+    st.builds(orders.Hand, _numbers64, _numbers64, _numbers64),
 )
 _arrived = st.one_of(
     st.builds(
@@ -229,6 +260,24 @@ PARSERS = [
         write=lambda order: order.encode(),
         read=lambda data: _some(handover.decode_order(bytearray(data))),
         refuses=(MeshError, ValueError),
+    ),
+    Parser(
+        name="mesh.device_executor_order",
+        covers=("mesh.device.server.orders.decode",),
+        form="bytes",
+        values=_executor_orders,
+        write=orders.encode,
+        read=orders.decode,
+        refuses=(MeshError, ValueError),
+        same=lambda one, other: (
+            (
+                isinstance(one, orders.Fail)
+                and one.arrival == other.arrival
+                and same_error(one.error, other.error)
+            )
+            or one == other
+        ),
+        is_canonical=False,  # whatever the error is, it is some error
     ),
     Parser(
         name="mesh.device_taken",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import secrets
 import socket
@@ -55,8 +54,8 @@ TICKS_AWAKE = 50
 NAP = 0.1
 """Seconds after which a sleeping carrier looks for handles to be released, which wake nobody."""
 
-PATIENCE = 10.0
-"""Seconds without a connection after which the session is given up. The peer keeps it longer."""
+AFTER_SILENCE = 1.0
+"""Seconds that remain to reconnect with a peer that was silent for the whole liveness bound."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
@@ -71,7 +70,8 @@ class StreamCarrier:
     Args:
         session: what is carried.
         connect: returns an open connection with the peer.
-        patience: seconds without one after which all is lost.
+        patience: seconds without one after which all is lost: the liveness bound. The peer keeps
+            the session longer.
 
     Attributes:
         number: what the peer knows the session by.
@@ -83,7 +83,7 @@ class StreamCarrier:
         session: Session,
         connect: Callable[[], Awaitable[Connection]],
         *,
-        patience: float = PATIENCE,
+        patience: float,
     ) -> None:
         self._session = session
         self._connect = connect
@@ -163,17 +163,10 @@ class StreamCarrier:
             Unreachable, DeadlineExceeded: there is no way to it.
         """
         try:
-            connection = await self._connect()
-            stream = await connection.open_stream(wire.SERVICE, self._opening(new=True))
-            try:
-                received = self._opened(await stream.reply())
-            except BaseException:
-                stream.reset()
-                raise
+            self._first = await self._open(new=True)
         except BaseException:
             self._close_sockets()
             raise
-        self._first = (stream, received)
 
     async def run(self) -> None:
         """Carry the session until it is closed or lost. Raises nothing but cancellation."""
@@ -210,7 +203,6 @@ class StreamCarrier:
         assert self._first is not None, "begin comes first"
         stream, received = self._first
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
-        broken_at = math.inf
         while True:
             try:
                 async with stream:
@@ -218,30 +210,41 @@ class StreamCarrier:
                     await self._link.carry(stream, received)
                 return
             except _BROKEN as error:
-                broken_at, cause = anyio.current_time(), error
+                cause, left = error, self._patience
+                if isinstance(error, PeerLost):
+                    left = min(left, AFTER_SILENCE)
+            until = anyio.current_time() + left
             while True:
                 if self._session.error is not None:
                     return
-                if anyio.current_time() - broken_at > self._patience:
+                if anyio.current_time() >= until:
                     raise cause
                 try:
-                    with anyio.fail_after(self._patience):
-                        connection = await self._connect()
-                        stream = await connection.open_stream(
-                            wire.SERVICE, self._opening(new=False)
-                        )
-                        received = self._opened(await stream.reply())
+                    with anyio.fail_after(until - anyio.current_time()):
+                        stream, received = await self._open(new=False)
                     break
                 except (*_BROKEN, TimeoutError):
                     await anyio.sleep(backoff.pause())
 
-    def _opening(self, *, new: bool) -> CborValue:
-        return {"session": self.number, "received": self._link.received, "new": new}
+    async def _open(self, *, new: bool) -> tuple[Stream, int]:
+        connection = await self._connect()
+        opening: CborValue = {
+            "session": self.number,
+            "received": self._link.received,
+            "new": new,
+        }
+        stream = await connection.open_stream(wire.SERVICE, opening)
+        try:
+            return stream, self._opened(await stream.reply())
+        except BaseException:
+            stream.reset()
+            raise
 
     def _opened(self, reply: CborValue) -> int:
         fields = Fields(reply, "beginning of a session with a device")
         received = fields.integer("received")
         self.devices = [each for each in fields.items("devices", 1024) if isinstance(each, dict)]
+        self._session.moves = fields.flag("moves")
         fields.finish()
         return received
 

@@ -1,36 +1,61 @@
-"""Moves from a device of one peer to a device of another, of which no element passes here."""
+"""Large tensors into, out of and between devices: beside the operations, by the best lane.
+
+Orders among the operations say where a move belongs in their order (`mesh.device.handover`); the
+bytes go between the stores of nodes and this program as `tensor_bridge` moves them. Nobody waits
+for a move but who reads what it brings, or has begun so many that they fill the memory.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
+import torch
 
 from auth import MeshError
-from mesh.device.client.session import Request, Session
-from mesh.device.errors import DeviceError, SessionLost
-from mesh.device.handover import ARRIVED_CALL, Arrived, Taken
-from tensor_bridge import TensorClient, TensorMeta, TensorRef
+from mesh.device.client.session import Order, Request, Session
+from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
+from mesh.device.handover import ARRIVED_CALL, Arrived, PutIn, Taken, TakeOut
+from tensor_bridge import QuotaExceeded, TensorClient, TensorMeta, TensorRef
+from tensor_bridge.lanes import sealed_snapshot
 from transport import CborValue
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from mesh.node import Node
     from mesh.peer import Peer
 
-__all__ = ["Mover", "answered"]
+__all__ = ["MOVE_BYTES", "Mover", "answered"]
+
+MOVE_BYTES = 1 << 20
+"""From this size on, a tensor goes beside the operations: it takes two round trips more to say so
+than among them."""
 
 REPORT_SECONDS = 30.0
 """How long the target has to take the word of what has arrived."""
+
+MAX_UNDERWAY, MAX_UNDERWAY_BYTES = 32, 256 << 20
+"""Moves into a device, and their bytes, that are not over; who begins more waits."""
+
+MAX_AHEAD = 4
+"""How many times as many the loop's own thread, which can't wait, may begin."""
+
+ROOM_SECONDS, ROOM_PAUSE = 5.0, 0.01
+"""How long an upload waits for others to leave the peer's store, and between two tries."""
+
+AT_ONCE = 4
+"""Uploads that share the way to a peer at a time."""
 
 _log = logging.getLogger("quicmesh.device")
 
 
 class Mover:
-    """How one session takes part in moves. Made and used in its node's loop.
+    """How one session takes part in moves. Made in its node's loop.
 
     Args:
         node: this program's.
@@ -42,46 +67,203 @@ class Mover:
     def __init__(self, node: Node, peer: Peer, session: Session, number: bytes) -> None:
         self.node = node
         self.peer = peer
+        self.number = number
         self._session = session
-        self._number = number
+        self._turns = anyio.Semaphore(AT_ONCE)
+        self._room = threading.Condition()
+        self._count = 0
+        self._nbytes = 0
 
-    async def bring(self, source: Mover, request: Request, meta: TensorMeta, arrival: int) -> None:
-        """Bring a tensor from another peer, or the error in its place. Raises nothing of its own.
+    # -- for every thread
+
+    def upload(self, source: torch.Tensor, meta: TensorMeta, handle: int, offset: int) -> None:
+        """Bring a CPU tensor, as it is now, into a storage.
+
+        Args:
+            source: dense in memory.
+            meta: what it is.
+            handle: the storage.
+            offset: where in it, in bytes.
+
+        Raises:
+            MeshError: as `Session.emit`, or this machine has no memory for a copy.
+        """
+        self._wait_for_room(meta.nbytes)
+        snapshot = sealed_snapshot(source, meta)
+        self._put_in(handle, offset, meta.nbytes, partial(self._send_up, snapshot))
+
+    def bring(
+        self,
+        source: Mover,
+        reading: int,
+        taken: int,
+        meta: TensorMeta,
+        handle: int,
+        offset: int,
+    ) -> None:
+        """Bring a tensor from a device of another peer into a storage, past this program.
 
         Args:
             source: where it comes from.
-            request: by which that peer was asked to take it out of the device.
+            reading: number of the template by which it is read there.
+            taken: its storage there.
             meta: what it is.
-            arrival: what the target waits for.
+            handle, offset: as `upload`.
+
+        Raises:
+            MeshError: as `Session.emit`.
         """
+        self._wait_for_room(0)
+        request = source._take_out(reading, taken, meta)
+        self._put_in(handle, offset, meta.nbytes, partial(self._bring, source, request, meta))
+
+    def download(
+        self, reading: int, handle: int, meta: TensorMeta, target: torch.Tensor
+    ) -> Request:
+        """Ask for the elements of a tensor; return what to wait for until they are in `target`.
+
+        Args:
+            reading: number of the template by which it is read.
+            handle: its storage.
+            meta: what it is.
+            target: a contiguous CPU tensor.
+
+        Raises:
+            MeshError: as `Session.emit`.
+        """
+        order = self._take_out(reading, handle, meta)
+        landed, over = self._session.promise(order.what)
+        self._spawn(partial(self._bring_down, order, meta, target, landed.future, over))
+        return landed
+
+    def _take_out(self, reading: int, handle: int, meta: TensorMeta) -> Request:
+        return self._session.order(
+            lambda key: Order(TakeOut(key, reading, handle, meta).encode()),
+            f"move of a tensor of shape {meta.shape}",
+        )
+
+    def _put_in(
+        self, handle: int, offset: int, nbytes: int, fetch: Callable[[], Awaitable[str]]
+    ) -> None:
+        arrival = self._session.next_id()
+        with self._room:
+            self._count += 1
+            self._nbytes += nbytes
         try:
-            object_id = await self._bring(source, request, meta)
-            arrived = Arrived(self._number, arrival, object_id)
+            request = self._session.order(
+                lambda key: Order(PutIn(key, handle, offset, nbytes, arrival).encode()),
+                "move into a device",
+            )
+        except BaseException:
+            self._is_over(nbytes)
+            raise
+        request.future.add_done_callback(lambda _: self._is_over(nbytes))
+        self._spawn(partial(self._deliver, arrival, fetch))
+
+    def _spawn(self, task: Callable[[], Awaitable[None]]) -> None:
+        carrier = self._session.carrier
+        assert carrier is not None
+        carrier.spawn(task)  # type: ignore[arg-type]
+
+    def _wait_for_room(self, nbytes: int) -> None:
+        def has_room(times: int) -> bool:
+            return self._count == 0 or (
+                self._count < MAX_UNDERWAY * times
+                and self._nbytes + nbytes <= MAX_UNDERWAY_BYTES * times
+            )
+
+        carrier = self._session.carrier
+        assert carrier is not None
+        with self._room:
+            if not carrier.is_in_loop():
+                self._room.wait_for(partial(has_room, 1))
+            elif not has_room(MAX_AHEAD):
+                raise DeviceBusy(
+                    "a move to a device",
+                    peer=self.peer.label,
+                    why=f"{self._count} moves are under way, and this thread is the one that makes "
+                    "them",
+                    fix="Await mesh.device.synchronize_async(device) now and then, or compute in a "
+                    "thread.",
+                )
+
+    def _is_over(self, nbytes: int) -> None:
+        with self._room:
+            self._count -= 1
+            self._nbytes -= nbytes
+            self._room.notify_all()
+
+    # -- in the loop
+
+    async def _deliver(self, arrival: int, fetch: Callable[[], Awaitable[str]]) -> None:
+        """Tell the peer what `fetch` has had arrive there, or the error in its place."""
+        try:
+            arrived = Arrived(self.number, arrival, await fetch())
         except MeshError as error:
-            arrived = Arrived(self._number, arrival, error=error)
+            arrived = Arrived(self.number, arrival, error=error)
         except Exception as error:
             _log.exception("a move between devices failed")
             failed = DeviceError("a move between devices", why=f"{type(error).__name__} here")
-            arrived = Arrived(self._number, arrival, error=failed)
+            arrived = Arrived(self.number, arrival, error=failed)
         try:
             await self._persist(lambda: self._report(arrived))
         except MeshError as error:
             why = f"what was moved to it did not arrive: {error}"
             self._session.fail(SessionLost("a move between devices", peer=self.peer.label, why=why))
 
+    async def _send_up(self, snapshot: torch.Tensor) -> str:
+        deadline = anyio.current_time() + ROOM_SECONDS
+        while True:
+            try:
+                async with self._turns:
+                    ref = await (await self.peer.tensors()).put(snapshot, shareable=True)
+                return ref.object_id
+            except QuotaExceeded:
+                if self._count <= 1 or anyio.current_time() > deadline:
+                    raise
+                await anyio.sleep(ROOM_PAUSE)  # what was begun before it takes the room now
+
     async def _bring(self, source: Mover, request: Request, meta: TensorMeta) -> str:
-        taken = Taken.decode(await answered(request.future))
-        held = TensorRef(source.peer.node_id, taken.object_id, taken.version, meta)
+        held = await source._held(request, meta)
         there: TensorClient = await source.peer.tensors()
         try:
             copy = await there.copy_to(held, await self.peer.tensors())
         finally:
-            with anyio.move_on_after(REPORT_SECONDS, shield=True):
-                try:
-                    await there.delete(held)
-                except MeshError:
-                    _log.debug("a moved tensor was not deleted", exc_info=True)
+            await _delete(there, held)
         return copy.object_id
+
+    async def _bring_down(
+        self,
+        request: Request,
+        meta: TensorMeta,
+        target: torch.Tensor,
+        landed: Future[CborValue],
+        over: Callable[[], object],
+    ) -> None:
+        try:
+            held = await self._held(request, meta)
+            there = await self.peer.tensors()
+            try:
+                tensor = await there.get(held, copy=False)
+                await anyio.to_thread.run_sync(partial(target.copy_, tensor))
+                _settle(landed, None)
+            finally:
+                over()
+                await _delete(there, held)
+        except MeshError as error:
+            _settle(landed, error)
+        except Exception as error:
+            _log.exception("a move from a device failed")
+            why = f"{type(error).__name__} here"
+            _settle(landed, DeviceError("a move from a device", why=why))
+        finally:
+            over()
+            _settle(landed, SessionLost("a move from a device", why="its node was closed"))
+
+    async def _held(self, request: Request, meta: TensorMeta) -> TensorRef:
+        """Wait until a tensor was taken out of the device into the store of its node."""
+        taken = Taken.decode(await answered(request.future))
+        return TensorRef(self.peer.node_id, taken.object_id, taken.version, meta)
 
     async def _report(self, arrived: Arrived) -> None:
         connection = await self.peer.connection()
@@ -107,3 +289,21 @@ async def answered(future: Future[CborValue]) -> CborValue:
     future.add_done_callback(lambda _: done.set())
     await done.wait()
     return future.result()
+
+
+async def _delete(there: TensorClient, held: TensorRef) -> None:
+    with anyio.move_on_after(REPORT_SECONDS, shield=True):
+        try:
+            await there.delete(held)
+        except MeshError:
+            _log.debug("a moved tensor was not deleted", exc_info=True)
+
+
+def _settle(future: Future[CborValue], error: MeshError | None) -> None:
+    """Have whoever waits go on, unless it does already: all was lost."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -11,7 +11,8 @@ import torch
 from mesh.device import wire
 from mesh.device.client.entries import Entry
 from mesh.device.client.kernels import emit, general_kernel
-from mesh.device.client.session import Order, Request
+from mesh.device.client.moving import MOVE_BYTES, Mover
+from mesh.device.client.session import Request, Session
 from mesh.device.client.tensors import (
     Device,
     dense_strides,
@@ -22,8 +23,7 @@ from mesh.device.client.tensors import (
     set_meta,
 )
 from mesh.device.errors import UnsupportedOnDevice
-from mesh.device.handover import PutIn, TakeOut
-from tensor_bridge import TensorMeta, tensor_bytes
+from tensor_bridge import TensorMeta, describe, tensor_bytes
 from tensor_bridge.codec import memory_order
 
 __all__ = [
@@ -99,9 +99,14 @@ def ask_elements(
     entry = _reading(handle.device, geometry_of(tensor))
     if into is None:
         into = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+    session = handle.device.session
+    mover = _mover(session)
+    meta = _dense(tensor)
+    if mover is not None and meta.nbytes >= MOVE_BYTES:
+        return mover.download(entry.number, handle.id, meta, into), into
     sink = tensor_bytes(into) if into.numel() else memoryview(bytearray())
     what = f"read of a tensor of shape {tuple(tensor.shape)}"
-    request = handle.device.session.ask(entry.number, entry.layout, (handle.id,), what, sink)
+    request = session.ask(entry.number, entry.layout, (handle.id,), what, sink)
     return request, into
 
 
@@ -215,7 +220,11 @@ def _upload(target: torch.Tensor, source: torch.Tensor) -> None:
     handle = handle_of(target)
     session = handle.device.session
     start = int(target.storage_offset()) * target.dtype.itemsize
+    mover = _mover(session)
     data = tensor_bytes(source)
+    if mover is not None and len(data) >= MOVE_BYTES:
+        mover.upload(source, describe(source), handle.id, start)
+        return
     for offset in range(0, len(data), UPLOAD_CHUNK):
         # Copied: the program may write to its own tensor as soon as this returns.
         part = data[offset : offset + UPLOAD_CHUNK]
@@ -247,54 +256,42 @@ def _moved(source: torch.Tensor, device: Device) -> torch.Tensor:
 
 
 def _is_whole(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether the elements of `source` as they travel are the first bytes of a storage."""
-    return (
-        target.dtype is source.dtype
-        and target.shape == source.shape
-        and target.is_contiguous()
-        and int(target.storage_offset()) == 0
-    )
+    """Return whether the elements of `source` as they travel are a span of a storage."""
+    return target.dtype is source.dtype and target.shape == source.shape and target.is_contiguous()
 
 
 def _moved_between_peers(
     source: torch.Tensor, device: Device, target: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Order one peer to fetch a tensor from the other, and return what it will be.
+    """Order one peer to fetch a tensor from another; return what it will be: `target`, or new.
 
-    It is `target`, where that is given, at the beginning of its storage.
-
-    Nobody waits here. What comes after in the target's order waits there; whatever goes wrong is
-    told to who reads.
+    Nobody waits here. What needs it waits at the target; whatever goes wrong is told to who reads.
     """
     handle = handle_of(source)
-    here, there = device.session, handle.device.session
-    ends = (there.carrier, here.carrier)
-    movers = [None if carrier is None else carrier.mover for carrier in ends]
-    meta = TensorMeta(source.dtype, tuple(source.shape), tuple(range(source.dim())))
-    strides = dense_strides(meta.shape)
-    if None in movers or movers[0].node is not movers[1].node:  # type: ignore[union-attr]
+    ends = _mover(handle.device.session), _mover(device.session)
+    meta = _dense(source)
+    moved = target
+    if moved is None:
+        moved = empty(device, meta.shape, dense_strides(meta.shape), meta.dtype, meta.nbytes)
+    if ends[0] is None or ends[1] is None or ends[0].node is not ends[1].node:
         # Two nodes of this program are two strangers to the peers: none may order for the other.
-        moved = target
-        if moved is None:
-            moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
         _upload(moved, elements(source))
         return moved
     reading = _reading(handle.device, geometry_of(source))
-    moved = target
-    if moved is None:
-        moved = empty(device, meta.shape, strides, meta.dtype, meta.nbytes)
-    place, arrival = handle_of(moved).id, here.next_id()
-    request = there.order(
-        lambda key: Order(TakeOut(key, reading.number, handle.id, meta).encode()),
-        f"move of a tensor of shape {meta.shape}",
-    )
-    carrier, mover = here.carrier, movers[1]
-    assert carrier is not None
-    assert mover is not None
-    assert movers[0] is not None
-    here.emit(Order(PutIn(place, arrival).encode()))
-    carrier.spawn(partial(mover.bring, movers[0], request, meta, arrival))
+    offset = int(moved.storage_offset()) * moved.dtype.itemsize
+    ends[1].bring(ends[0], reading.number, handle.id, meta, handle_of(moved).id, offset)
     return moved
+
+
+def _mover(session: Session) -> Mover | None:
+    """Return how a session takes part in moves, if it does."""
+    carrier = session.carrier
+    return carrier.mover if carrier is not None and session.moves else None
+
+
+def _dense(tensor: torch.Tensor) -> TensorMeta:
+    """Return what the elements of a tensor are as they travel."""
+    return TensorMeta(tensor.dtype, tuple(tensor.shape), tuple(range(tensor.dim())))
 
 
 def _reading(device: Device, geometry: wire.Geometry) -> Entry:
@@ -316,7 +313,7 @@ def _empty(
     pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    kind = dtype or torch.get_default_dtype()
+    kind = dtype or _float_dtype(device)
     plain = memory_format in (None, torch.contiguous_format, torch.preserve_format)
     if plain:
         strides = dense_strides(size)
@@ -334,8 +331,12 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> torch.Tensor:
-    geometry = wire.Geometry(dtype or torch.get_default_dtype(), tuple(size), tuple(stride))
+    geometry = wire.Geometry(dtype or _float_dtype(device), tuple(size), tuple(stride))
     return empty(device_of(device), geometry.shape, geometry.strides, geometry.dtype, geometry.span)
+
+
+def _float_dtype(device: torch.device | None) -> torch.dtype:
+    return device_of(device).float_dtype or torch.get_default_dtype()
 
 
 def _resize(

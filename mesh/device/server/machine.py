@@ -2,13 +2,15 @@
 
 The client is a stranger: whatever it sends is checked before torch sees it, and what fails poisons
 the handles it was to make or write to. Whoever reads one of those is told what failed. Operations
-run in the order they come in, on one thread.
+run in the order they come in, on one thread, but for those that wait for what has not arrived.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ import torch
 from auth import MeshError
 from mesh.device import wire
 from mesh.device.errors import DeviceError, OperationFailed
+from mesh.device.groups.member import Groups
+from mesh.device.server.later import Later, Step
 from mesh.device.server.program import Made, Program
+from mesh.device.server.randomness import RandomStates
+from mesh.device.server.sequence import Sequences
 from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
 from tensor_bridge.codec import memory_order
 from transport import CborValue, LimitExceeded, ProtocolError
@@ -24,6 +30,7 @@ from transport import CborValue, LimitExceeded, ProtocolError
 __all__ = ["Machine", "MachineLimits"]
 
 Reply = Callable[[bytes], object]
+Give = Callable[[torch.Tensor], bool]
 
 MAX_VIEWS = 16
 """Views of one storage that are kept made: a weight is used in two or three."""
@@ -60,11 +67,20 @@ class _Slot:
         self.views: dict[wire.Geometry, torch.Tensor] | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Where bytes that arrive belong."""
+
+    handle: int
+    offset: int
+    nbytes: int
+
+
 class _Poisoned(Exception):
     """A tensor was to be used that does not exist because an operation has failed."""
 
     def __init__(self, failure: wire.Failure) -> None:
-        super().__init__(failure)
+        super().__init__(str(failure.error))
         self.failure = failure
 
 
@@ -75,6 +91,7 @@ class Machine:
         devices: what the client's device numbers stand for; one may be there several times, each
             with random numbers of its own.
         limits: how much it may hold.
+        groups: of devices that the session is in; without, it is in none.
 
     Attributes:
         operations: how many were run.
@@ -82,16 +99,26 @@ class Machine:
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], limits: MachineLimits | None = None
+        self,
+        devices: Sequence[torch.device],
+        limits: MachineLimits | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.limits = limits or MachineLimits()
         self.operations = 0
         self.used = 0
-        self._random = _RandomStates(devices)
+        self._random = RandomStates(devices)
         self._devices = tuple(devices)
+        self._groups = groups
         self._slots: dict[int, _Slot | wire.Failure] = {}
         self._programs: dict[int, Program] = {}
         self._known: dict[wire.Geometry, wire.Geometry] = {}
+        self._later = Later()
+        self._sequences = Sequences()
+        self._places: dict[int, _Place] = {}
+        """Where what is expected belongs."""
+        self._come: dict[int, int | MeshError | None] = {}
+        """What has come before it was expected: descriptors, errors, or None for no bytes."""
         self._own: dict[str, Callable[[int, Program, Sequence[Any], Reply], None]] = {
             wire.READ: self._read,
             wire.WAIT: self._wait,
@@ -115,27 +142,129 @@ class Machine:
             ProtocolError, LimitExceeded: the session can't go on: what the client has sent is no
                 batch, or makes more of something than it may.
         """
-        run, programs = self._run, self._programs
+        run, programs, later = self._run, self._programs, self._later
         with torch.inference_mode():
             for message in wire.read_batch(batch, self._layout):
                 if type(message) is wire.Run:  # nearly all of them
-                    run(programs[message.template], message.values)
+                    program = programs[message.template]
+                    if later.is_idle:
+                        run(program, message.values)
+                    else:
+                        later.do(_step_of(program, message.values, run))
                     continue
                 match message:
                     case wire.Release(handles):
-                        self._release(handles)
+                        self._release_now_or_later(handles)
                     case wire.Ask(request, number, values):
-                        self._ask(request, programs[number], values, reply)
+                        ask = partial(self._ask, request, reply=reply)
+                        later.do(_step_of(programs[number], values, ask))
                     case wire.Define(number, template):
                         self._define(number, template)
                     case wire.Write(handle, offset, data):
-                        self._write(handle, offset, data)
+                        if not later.is_idle:
+                            data = memoryview(bytearray(data))  # the batch is gone by then
+                        later.do(Step(partial(self._write, handle, offset, data), (), (handle,)))
                     case wire.Seed(device, value):
-                        self._random.seed(self._check_device(device), value)
+                        place = self._check_device(device)
+                        seed = partial(self._random.seed, place, value)
+                        later.do(Step(seed, random=(place,)))
                     case wire.Forget(number):
                         self._forget(number)
                     case wire.Poison(handle, error):
-                        self._replace(handle, wire.Failure(error))
+                        replace = partial(self._replace, handle, wire.Failure(error))
+                        later.do(Step(replace, (), (handle,)))
+                    case wire.Replay(number):
+                        sequence = self._sequences[number]
+                        later.do(sequence.step(run, self._release))
+                    case wire.Capture(number, steps):
+                        depends = partial(_step_of, run=run)
+                        self._sequences.add(number, steps, programs, depends)
+                    case wire.Drop(number):
+                        self._sequences.drop(number)
+                    case wire.Content(max_bytes):
+                        most = min(max_bytes, self.limits.max_bytes)
+                        self.limits = dataclasses.replace(self.limits, max_bytes=most)
+
+    # -- what comes and goes beside the batches
+
+    def expect(self, arrival: int, handle: int, offset: int, nbytes: int) -> None:
+        """Have what touches a storage from now on wait until bytes for it have arrived."""
+        place = _Place(handle, offset, nbytes)
+        self._later.do(Step(partial(self._expect, arrival, place), (), (handle,)))
+
+    def arrive(self, arrival: int, come: int | MeshError | None) -> None:
+        """Put what has arrived in its place.
+
+        Args:
+            arrival: which one.
+            come: a descriptor of memory that begins with the bytes, which is closed here; why it
+                did not arrive; or None if it is no bytes.
+        """
+        if not self._later.is_expected(arrival):
+            self._come[arrival] = come
+            return
+        place = self._places.pop(arrival)
+        with torch.inference_mode():
+            self._settle(place, come)
+            self._later.arrived(arrival)
+
+    def hand(self, request: int, number: int, handle: int, give: Give, reply: Reply) -> None:
+        """Give the elements of a tensor, read by a template, as they lie in memory.
+
+        Args:
+            request: what is answered.
+            number: of the template.
+            handle: the tensor's storage.
+            give: takes a contiguous tensor on the CPU; returns whether it could give that.
+            reply: for failures, and for the elements if it could not.
+        """
+        program = self._programs.get(number)
+        if program is None or program.template.name != wire.READ:
+            raise _bad(f"template {number} is none of a read")
+
+        def read(program: Program, values: Sequence[Any]) -> None:
+            self._ask(request, program, values, reply, give)
+
+        with torch.inference_mode():
+            self._later.do(_step_of(program, (handle,), read))
+
+    def _expect(self, arrival: int, place: _Place) -> None:
+        if arrival in self._come:
+            self._settle(place, self._come.pop(arrival))
+            return
+        self._places[arrival] = place
+        self._later.expect(arrival, place.handle)
+
+    def _settle(self, place: _Place, come: int | MeshError | None) -> None:
+        if isinstance(come, MeshError):
+            self._replace(place.handle, wire.Failure(come))
+        elif come is not None:
+            try:
+                self._load(place, come)
+            except (MeshError, OSError, RuntimeError) as error:
+                why = " ".join(str(error).split())[:MAX_REASON]
+                failed = DeviceError("a move into a device", why=why)
+                self._replace(place.handle, wire.Failure(failed))
+            finally:
+                os.close(come)
+
+    def _load(self, place: _Place, descriptor: int) -> None:
+        slot = self._slots.get(place.handle)
+        if type(slot) is not _Slot:
+            return  # poisoned: whoever reads it is told
+        if place.offset + place.nbytes > slot.nbytes:
+            raise _bad(f"bytes up to {place.offset + place.nbytes} of a storage of {slot.nbytes}")
+        flat = wire.Geometry(torch.uint8, (place.nbytes,), (1,), place.offset)
+        target = _over(slot.base, flat)
+        landed = target if target.device.type == "cpu" else target.to("cpu")
+        room, start = tensor_bytes(landed), 0
+        while start < place.nbytes:
+            count = os.preadv(descriptor, [room[start:]], start)
+            if not count:
+                raise DeviceError("a move into a device", why="its memory was cut short")
+            start += count
+        if landed is not target:
+            target.copy_(landed)
 
     # -- operations
 
@@ -260,6 +389,13 @@ class Machine:
             return slot.base.as_strided(geometry.shape, geometry.strides, geometry.offset)
         return _over(slot.base, geometry)
 
+    def _release_now_or_later(self, handles: Sequence[int]) -> None:
+        if self._later.is_idle:
+            self._release(handles)
+            return
+        for handle in handles:
+            self._later.do(Step(partial(self._release, (handle,)), (), (handle,)))
+
     def _release(self, handles: Sequence[int]) -> None:
         for handle in handles:
             slot = self._slots.pop(handle, None)
@@ -310,9 +446,18 @@ class Machine:
 
     # -- what is answered
 
-    def _ask(self, request: int, program: Program, values: Sequence[Any], reply: Reply) -> None:
+    def _ask(
+        self,
+        request: int,
+        program: Program,
+        values: Sequence[Any],
+        reply: Reply,
+        give: Give | None = None,
+    ) -> None:
         try:
             own = self._own.get(program.template.name)
+            if give is not None and give(self._elements(program, values)):
+                return
             if own is not None:
                 own(request, program, values, reply)
             else:
@@ -346,12 +491,15 @@ class Machine:
         return described
 
     def _read(self, request: int, program: Program, values: Sequence[Any], reply: Reply) -> None:
-        (geometry,) = program.tensors
-        tensor = self._view(values[0], geometry).contiguous().cpu()
+        tensor = self._elements(program, values)
         data = tensor_bytes(tensor) if tensor.numel() else memoryview(b"")
         for start in range(0, max(len(data), 1), CHUNK_BYTES):
             part = data[start : start + CHUNK_BYTES]
             reply(wire.data_answer(request, part, last=start + CHUNK_BYTES >= len(data)))
+
+    def _elements(self, program: Program, values: Sequence[Any]) -> torch.Tensor:
+        (geometry,) = program.tensors
+        return self._view(values[0], geometry).contiguous().cpu()
 
     def _wait(self, request: int, program: Program, values: Sequence[Any], reply: Reply) -> None:
         reply(wire.answer(request, {"used": self.used, "handles": len(self._slots)}))
@@ -385,8 +533,24 @@ class Machine:
         elif program.template.name == wire.SET_RNG:
             state = self._view(values[0], program.tensors[0])
             self._random.set(program.template.device, state)
+        elif program.call is not None:
+            views = zip(values, program.tensors, strict=False)
+            contribute = partial(map, lambda each: self._view(*each), views)
+            group, sequence = values[-2:]
+            self._in_groups().start(group, sequence, program.call, contribute)
+        elif program.template.name == wire.TAKE:
+            group, sequence = values[-2:]
+            taken = self._in_groups().take(group, sequence, program.nbytes, waits=program.waits)
+            for handle, made, result in zip(values, program.made, taken, strict=False):
+                settled = self._settled(program, made, result.view(made.shape))
+                self._add(handle, settled, made.geometry, program)
         else:
             raise _bad("what only answers was not asked")
+
+    def _in_groups(self) -> Groups:
+        if self._groups is None:
+            raise _bad("there are no groups of devices here")
+        return self._groups
 
     def _define(self, number: int, template: wire.Template) -> None:
         if number in self._programs:
@@ -450,61 +614,28 @@ class Machine:
         )
 
 
-class _RandomStates:
-    """Random numbers for each device of a client, also where several are the same hardware.
-
-    torch's default generators are what every operator draws from; they have the state of one device
-    at a time.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = tuple(devices)
-        self._states: dict[int, torch.Tensor] = {}
-        self._present: dict[torch.device, int] = {}
-
-    def enter(self, device: int) -> None:
-        """Have the default generator of the hardware be that of `device`."""
-        hardware = self._devices[device]
-        present = self._present.get(hardware)
-        if present == device:
-            return
-        generator = _default_generator(hardware)
-        if present is not None:
-            self._states[present] = generator.get_state()
-        self._present[hardware] = device
-        state = self._states.pop(device, None)
-        if state is not None:
-            generator.set_state(state)
-        else:
-            generator.seed()
-
-    def seed(self, device: int, value: int) -> None:
-        """Start over from `value`."""
-        self.enter(device)
-        _default_generator(self._devices[device]).manual_seed(value)
-
-    def get(self, device: int) -> bytes:
-        """Return the state."""
-        self.enter(device)
-        return bytes(tensor_bytes(_default_generator(self._devices[device]).get_state()))
-
-    def set(self, device: int, state: torch.Tensor) -> None:
-        """Go on from `state`, which torch checks."""
-        self.enter(device)
-        _default_generator(self._devices[device]).set_state(state.cpu().contiguous())
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
-
-
 def _over(base: torch.Tensor, geometry: wire.Geometry) -> torch.Tensor:
     """Return a tensor of `geometry`, which was found to fit, over the storage of `base`."""
     alias = torch.empty(0, dtype=geometry.dtype, device=base.device)
     return alias.set_(base.untyped_storage(), geometry.offset, geometry.shape, geometry.strides)
+
+
+def _step_of(
+    program: Program, values: Sequence[Any], run: Callable[[Program, Sequence[Any]], object]
+) -> Step:
+    """Return an operation with what it depends on."""
+    name, start = program.template.name, len(program.tensors)
+    draws = program.is_random or name in (wire.GET_RNG, wire.SET_RNG)
+    return Step(
+        partial(run, program, values),
+        tuple(values[:start]),
+        (
+            *values[start : start + program.count],
+            *(values[index] for index in program.written),
+        ),
+        (program.template.device,) if draws else (),
+        name in (wire.WAIT, wire.START, wire.TAKE),  # a group's have to come in its order
+    )
 
 
 def _flat(results: Any) -> Iterator[Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable
 
 import anyio
+import anyio.abc
 import torch
 
 from auth import MeshError, NodeId, PeerIdentity, Quotas
@@ -17,10 +19,12 @@ from mesh.device import wire
 from mesh.device.errors import DeviceError, SessionLost
 from mesh.device.handover import INTERNAL, Arrived, PutIn, Taken, TakeOut, decode_order
 from mesh.device.link import MAX_FRAME, Link
-from mesh.device.server.executor import LENGTH, ExecutorLimits
+from mesh.device.server import orders
+from mesh.device.server.executor import LENGTH, ORDER, ExecutorLimits, Inlet
 from mesh.device.server.nursery import Executor
 from mesh.tasks import helpers
-from tensor_bridge import CHUNK_BYTES, Reservation, TensorStore, allocate, tensor_bytes
+from tensor_bridge import Reservation, TensorMeta, TensorStore, allocate, tensor_bytes
+from tensor_bridge.lanes import map_sealed, sealed_descriptor
 from transport import LimitExceeded, ProtocolError, Stream
 
 __all__ = ["ServerSession"]
@@ -31,8 +35,12 @@ QUEUED = 16
 FAREWELL_SECONDS = 2.0
 """How long a session that ends waits for its client to take the last word."""
 
+MAX_BEHIND = 1 << 20
+"""Bytes of batches that an executor is given while it waits for an arrival; those of operations
+that need it, it has to keep."""
+
 MAX_ARRIVALS = 256
-"""Things that may have arrived for a session before it is their turn."""
+"""Things that may have arrived for a session before it is their turn, and that may be awaited."""
 
 _log = logging.getLogger("quicmesh.device")
 
@@ -43,11 +51,32 @@ _ANSWER = struct.Struct("<BQ")
 class _TakingOut:
     """A tensor on its way from the executor into the store."""
 
-    request: int
+    meta: TensorMeta
     reservation: Reservation
-    tensor: torch.Tensor
-    room: memoryview
+    tensor: torch.Tensor | None = None
     filled: int = 0
+
+    @property
+    def room(self) -> memoryview:
+        """Where its elements go, for an executor that has no memory to hand over."""
+        if self.tensor is None:
+            self.tensor = allocate(self.meta)
+        return tensor_bytes(self.tensor) if self.meta.nbytes else memoryview(bytearray())
+
+
+@dataclasses.dataclass(slots=True)
+class _Frame:
+    """What is sent to the executor, whole; a descriptor beside it is closed then."""
+
+    data: bytes | bytearray
+    is_order: bool = False
+    descriptor: int | None = None
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
 
 class ServerSession:
@@ -84,11 +113,21 @@ class ServerSession:
         self._quotas = quotas
         self._stream: anyio.CancelScope | None = None
         self._scope = anyio.CancelScope()
-        self._queue: deque[bytes | bytearray] = deque()
+        self._tasks: anyio.abc.TaskGroup
+        self._inlet = Inlet(executor.link)
+        self._queue: deque[_Frame] = deque()
+        self._urgent: deque[_Frame] = deque()
+        """What goes before the queue: what the executor waits for."""
         self._queue_changed = anyio.Event()
+        self._awaited: dict[int, PutIn] = {}
+        self._behind = 0
         self._taking: dict[int, _TakingOut] = {}
         self._arrived: dict[int, Arrived] = {}
-        self._arrival = anyio.Event()
+
+    @property
+    def executor(self) -> Executor:
+        """What runs its operations."""
+        return self._executor
 
     @property
     def owners(self) -> set[NodeId]:
@@ -99,14 +138,17 @@ class ServerSession:
         """Serve until it is over; then call `over`."""
         try:
             with self._scope:
-                async with helpers() as tasks:
-                    tasks.start_soon(self._feed)
+                async with helpers() as self._tasks:
+                    self._tasks.start_soon(self._feed)
                     await self._read_answers()
                 await self._say_farewell()
         except Exception:  # of one session's, and no reason to end the others
             _log.exception("a session with a device of %s failed", self.owner)
         finally:
             self._executor.kill()
+            self._inlet.close()
+            for frame in (*self._urgent, *self._queue):
+                frame.close()
             if self._stream is not None:
                 self._stream.cancel()
             for taking in self._taking.values():
@@ -149,8 +191,8 @@ class ServerSession:
                 "an arrival for a device", why=f"{len(self._arrived)} wait for their turn"
             )
         self._arrived[arrived.arrival] = arrived
-        event, self._arrival = self._arrival, anyio.Event()
-        event.set()
+        if arrived.arrival in self._awaited:
+            self._tasks.start_soon(self._pass_on, arrived)
 
     # -- towards the executor
 
@@ -164,28 +206,47 @@ class ServerSession:
         if not payload:
             self.close()
         elif order is None:
-            await self._enqueue(payload)
+            await self._enqueue(_Frame(payload))
         elif isinstance(order, TakeOut):
             await self._take_out(order)
         else:
             await self._put_in(order)
 
-    async def _enqueue(self, batch: bytes | bytearray) -> None:
+    async def _enqueue(self, frame: _Frame) -> None:
         while len(self._queue) >= QUEUED:
             await self._queue_changed.wait()
-        self._queue.append(batch)
+        self._queue.append(frame)
         self._wake_queue()
 
     async def _feed(self) -> None:
-        """Hand batches to the executor, each whole."""
-        link = self._executor.link
+        """Hand frames to the executor, each whole."""
         while True:
-            while self._queue:
-                batch = self._queue.popleft()
-                self._wake_queue()
-                await _send_all(link, LENGTH.pack(len(batch)))
-                await _send_all(link, batch)
+            while (frame := self._next_frame()) is not None:
+                try:
+                    await self._send(frame)
+                finally:
+                    frame.close()
             await self._queue_changed.wait()
+
+    def _next_frame(self) -> _Frame | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        if not self._queue or (self._awaited and self._behind >= MAX_BEHIND):
+            return None
+        frame = self._queue.popleft()
+        if self._awaited:
+            self._behind += len(frame.data)
+        self._wake_queue()
+        return frame
+
+    async def _send(self, frame: _Frame) -> None:
+        link = self._executor.link
+        length = LENGTH.pack(len(frame.data) | (ORDER if frame.is_order else 0))
+        if frame.descriptor is None:
+            await _send_all(link, length)
+        else:
+            await _send_beside(link, length, frame.descriptor)
+        await _send_all(link, frame.data)
 
     def _wake_queue(self) -> None:
         event, self._queue_changed = self._queue_changed, anyio.Event()
@@ -198,36 +259,60 @@ class ServerSession:
                     raise _no_store()
                 owner, nbytes = self.owner.node_id, order.meta.nbytes
                 reservation = self._store.reserve(owner, nbytes, self._quotas)
-                tensor = allocate(order.meta)
             except MeshError as error:
                 await self.link.post(wire.failure(order.request, wire.Failure(error)))
                 return
-            room = tensor_bytes(tensor) if nbytes else memoryview(bytearray())
-            taking = _TakingOut(order.request, reservation, tensor, room)
-            self._taking[order.request] = taking
-        request = struct.pack(
-            "<BQIQ", wire.ASK_KIND, order.request | INTERNAL, order.template, order.handle
-        )
-        await self._enqueue(request)
+            self._taking[order.request] = _TakingOut(order.meta, reservation)
+        hand = orders.Hand(order.request | INTERNAL, order.template, order.handle)
+        await self._enqueue(_Frame(orders.encode(hand), is_order=True))
 
     async def _put_in(self, order: PutIn) -> None:
-        while order.arrival not in self._arrived:
-            await self._arrival.wait()
-        arrived = self._arrived[order.arrival]
+        if order.arrival in self._awaited or len(self._awaited) >= MAX_ARRIVALS:
+            raise LimitExceeded(
+                "a move into a device", why=f"{len(self._awaited)} are awaited already"
+            )
+        coming = orders.Await(order.arrival, order.handle, order.offset, order.nbytes)
+        await self._enqueue(_Frame(orders.encode(coming), is_order=True))
+        self._awaited[order.arrival] = order
+        arrived = self._arrived.get(order.arrival)
+        if arrived is not None:
+            self._tasks.start_soon(self._pass_on, arrived)
+
+    async def _pass_on(self, arrived: Arrived) -> None:
+        """Give the executor what has arrived and was awaited."""
+        order = self._awaited[arrived.arrival]
+        frame = await self._frame_of(arrived, order)
+        self._urgent.append(frame)
+        self._drop(arrived)
+        del self._arrived[arrived.arrival]
+        del self._awaited[arrived.arrival]
+        self._behind = 0
+        self._wake_queue()
+        await self.link.post(wire.answer(order.request, None))
+
+    async def _frame_of(self, arrived: Arrived, order: PutIn) -> _Frame:
         try:
             if arrived.error is not None:
                 raise arrived.error
             if self._store is None or arrived.object_id is None:
                 raise _no_store()
             stored = self._store.owned(arrived.object_id, self.owner.node_id)
-            data = tensor_bytes(stored.tensor) if stored.meta.nbytes else memoryview(b"")
-            for start in range(0, len(data), CHUNK_BYTES):
-                part = data[start : start + CHUNK_BYTES]
-                await self._enqueue(wire.write(order.handle, start, part))
+            if stored.meta.nbytes != order.nbytes:
+                raise DeviceError(
+                    "a move into a device",
+                    why=f"{stored.meta.nbytes} bytes came where {order.nbytes} were awaited",
+                )
+            fill = orders.encode(orders.Fill(order.arrival, order.nbytes))
+            descriptor = None
+            if order.nbytes:
+                descriptor = await sealed_descriptor(stored.tensor, stored.meta)
+            return _Frame(fill, is_order=True, descriptor=descriptor)
         except MeshError as error:
-            await self._enqueue(wire.poison(order.handle, error))
-        self._drop(arrived)
-        del self._arrived[order.arrival]
+            failure = error
+        except OSError as error:
+            why = f"this node has no memory for it: {error.strerror}"
+            failure = DeviceError("a move into a device", why=why)
+        return _Frame(orders.encode(orders.Fail(order.arrival, failure)), is_order=True)
 
     def _drop(self, arrived: Arrived) -> None:
         """Let go of an object that has arrived."""
@@ -242,46 +327,54 @@ class ServerSession:
 
     async def _read_answers(self) -> None:
         """Pass answers on until the executor has ended."""
-        link = self._executor.link
+        inlet = self._inlet
         try:
             while True:
-                (length,) = LENGTH.unpack(await _receive(link, LENGTH.size))
+                (length,) = LENGTH.unpack(await self._receive(LENGTH.size))
                 if not _ANSWER.size <= length <= MAX_FRAME:
                     raise ProtocolError("an answer of an executor", why="it has no such length")
-                answer = bytes(await _receive(link, length))
+                answer = bytes(await self._receive(length))
                 _, request = _ANSWER.unpack_from(answer)
                 if request & INTERNAL:
                     await self._take_part(request & ~INTERNAL, answer)
                 else:
                     await self.link.post(answer)
+                inlet.close()
         except (EOFError, OSError, MeshError):
             return
 
+    async def _receive(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._inlet.take(view) :]
+            except BlockingIOError:
+                await anyio.wait_readable(self._executor.link)
+        return data
+
     async def _take_part(self, request: int, data: bytes) -> None:
-        """Take a part of a tensor that was asked for here."""
+        """Take a tensor that was asked for here, or a part of it."""
         taking = self._taking.get(request)
         if taking is None:
             return  # its client asked under a number of ours, and gets nothing for it
         answer = wire.read_answer(memoryview(data), None)
         failed = answer.failure
-        if failed is None and answer.data is not None:
-            end = taking.filled + len(answer.data)
-            if end <= len(taking.room):
-                taking.room[taking.filled : end] = answer.data
-                taking.filled = end
-                if not answer.last:
-                    return
-            if end == len(taking.room):
-                del self._taking[request]
-                stored = taking.reservation.keep(taking.tensor)
-                taken = Taken(stored.object_id, stored.version)
-                await self.link.post(wire.answer(request, taken.encode()))
-                return
-        del self._taking[request]
-        taking.reservation.release()
         if failed is None:
-            error = DeviceError("a move from a device", why="the tensor is not what was announced")
-            failed = wire.Failure(error)
+            try:
+                if not _land(taking, answer, self._inlet.descriptors):
+                    return
+            except (MeshError, OSError) as error:
+                why = str(error)
+                failed = wire.Failure(DeviceError("a move from a device", why=why))
+        del self._taking[request]
+        if failed is None and taking.tensor is not None:
+            stored = taking.reservation.keep(taking.tensor)
+            taken = Taken(stored.object_id, stored.version)
+            await self.link.post(wire.answer(request, taken.encode()))
+            return
+        taking.reservation.release()
+        assert failed is not None
         await self.link.post(wire.failure(request, failed))
 
     async def _say_farewell(self) -> None:
@@ -318,16 +411,40 @@ async def _send_all(link: socket.socket, data: bytes | bytearray) -> None:
             await anyio.sleep_forever()  # it has ended: whoever reads its answers sees to that
 
 
-async def _receive(link: socket.socket, count: int) -> bytearray:
-    data = bytearray(count)
-    view = memoryview(data)
-    while view:
+async def _send_beside(link: socket.socket, data: bytes, descriptor: int) -> None:
+    """Send a few bytes and a descriptor beside them."""
+    while True:
         try:
-            got = link.recv_into(view)
+            sent = socket.send_fds(link, [data], [descriptor])
+            break
         except BlockingIOError:
-            await anyio.wait_readable(link)
-            continue
-        if not got:
-            raise EOFError
-        view = view[got:]
-    return data
+            await anyio.wait_writable(link)
+        except OSError:
+            await anyio.sleep_forever()  # as above
+    await _send_all(link, data[sent:])
+
+
+def _land(taking: _TakingOut, answer: wire.Answer, descriptors: deque[int]) -> bool:
+    """Have what an executor answers land; return whether that is all.
+
+    Raises:
+        MeshError, OSError: it is not what was announced.
+    """
+    nbytes = taking.meta.nbytes
+    if answer.data is None:
+        if not descriptors:
+            raise DeviceError("a move from a device", why="no memory came with the answer")
+        descriptor = descriptors.popleft()
+        try:
+            memory = map_sealed(descriptor, nbytes)
+            memory.keep(descriptor)
+        finally:
+            os.close(descriptor)
+        taking.tensor = allocate(taking.meta, memory.storage)
+        return True
+    end = taking.filled + len(answer.data)
+    if end > nbytes or (answer.last and end < nbytes):
+        raise DeviceError("a move from a device", why="the tensor is not what was announced")
+    taking.room[taking.filled : end] = answer.data
+    taking.filled = end
+    return answer.last

@@ -8,9 +8,24 @@ before that.
 
 from __future__ import annotations
 
-from tensor_bridge.lanes.shared.lane import SealedLane, SharedLane, sealed_copy
+from tensor_bridge.lanes.shared.lane import (
+    SealedLane,
+    SharedLane,
+    sealed_copy,
+    sealed_descriptor,
+    sealed_snapshot,
+)
 from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.lanes.shared.sharing import Sharing
 from tensor_bridge.lanes.shared.underway import Landing
 
-__all__ = ["Landing", "Link", "SealedLane", "SharedLane", "Sharing", "sealed_copy"]
+__all__ = [
+    "Landing",
+    "Link",
+    "SealedLane",
+    "SharedLane",
+    "Sharing",
+    "sealed_copy",
+    "sealed_descriptor",
+    "sealed_snapshot",
+]

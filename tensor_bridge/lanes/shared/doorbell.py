@@ -17,11 +17,14 @@ does, which a waiter takes twice when it is done: what comes after the second ti
 after what was before the first time it was released.
 
 What the other processes store here is not believed: it makes a waiter wake, look, and sleep again.
+Nor are they trusted with the eventfds: whether a read or a write of one blocks is a property that
+all who have it can change, so that neither is done where it would.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import select
@@ -51,6 +54,9 @@ WARY_FACTOR = 50
 FIRST_SLEEP = 1e-3
 LONGEST_SLEEP = 0.25
 
+_NOWHERE = -1
+"""The offset that preadv2(2) takes for what has none."""
+
 _EVENTFD = "anon_inode:[eventfd]"
 
 
@@ -78,7 +84,7 @@ class Bell:
     def __init__(self, words: memoryview, at: int, waiters: Iterable[tuple[int, int]] = ()) -> None:
         self._words = words
         self._at = at
-        self._waiters = tuple(waiters)
+        self._waiters = tuple((flag, _Knocker(descriptor)) for flag, descriptor in waiters)
         self._fence = threading.Lock()
 
     def ring(self, count: int) -> None:
@@ -86,10 +92,9 @@ class Bell:
         words = self._words
         with self._fence:
             words[self._at] = count
-        for flag, descriptor in self._waiters:
+        for flag, knocker in self._waiters:
             if words[flag]:
-                with contextlib.suppress(BlockingIOError):  # it could not be more readable
-                    os.eventfd_write(descriptor, 1)
+                knocker.knock()
 
 
 class Waiter:
@@ -109,6 +114,7 @@ class Waiter:
         self._words = words
         self._flag = flag
         self._descriptor = descriptor
+        self._knocker = _Knocker(descriptor)
         self._fence = threading.Lock()
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
@@ -137,8 +143,7 @@ class Waiter:
 
     def wake(self) -> None:
         """Have `wait` call its `is_ready` now; from any thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._descriptor, 1)
+        self._knocker.knock()
 
     def arm(self) -> None:
         """Have bells write to the eventfd from here on, for one who waits for it in an event loop.
@@ -154,8 +159,15 @@ class Waiter:
 
     def drain(self) -> None:
         """Make the eventfd unreadable until the next ring."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
+        try:
+            os.preadv(self._descriptor, [bytearray(8)], _NOWHERE, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # before Linux 5.8
+                raise
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
 
     def _look(self, is_ready: Callable[[], bool]) -> bool:
         """Look for a while, letting others run in between; return whether that was enough."""
@@ -190,6 +202,20 @@ class Waiter:
                     self.drain()
         finally:
             self.disarm()
+
+
+class _Knocker:
+    """Makes an eventfd readable, unless it could not be more readable."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+
+    def knock(self) -> None:
+        if self._poll.poll(0):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._descriptor, 1)
 
 
 def make_eventfd() -> int:

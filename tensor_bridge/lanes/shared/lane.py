@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+import os
+from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.lowlevel
@@ -21,7 +22,7 @@ from tensor_bridge.lanes.stalls import Stalls
 from tensor_bridge.memory import Payload, allocate
 from transport import AppCode, ConnectionClosed, ProtocolError, Stream, StreamReset
 
-__all__ = ["SealedLane", "SharedLane", "sealed_copy"]
+__all__ = ["SealedLane", "SharedLane", "sealed_copy", "sealed_descriptor", "sealed_snapshot"]
 
 
 PIECE = 1 << 20
@@ -75,7 +76,7 @@ class SharedLane:
         await self._attend("receive", place.advance, functools.partial(self._receive, place))
 
     async def _send(self, payload: Payload, moved: Callable[[int], object]) -> None:
-        parts = _pieces(payload, self._link.slot_bytes)
+        parts = payload.spans(self._link.slot_bytes)
         await self._link.send(self._stream.stream_id, parts, payload.nbytes, moved)
 
     async def _receive(self, place: Place, moved: Callable[[int], object]) -> None:
@@ -169,7 +170,7 @@ async def sealed_copy(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         return tensor
     try:
         with contextlib.closing(Writer()) as writer:
-            for piece in _pieces(payload, PIECE):
+            for piece in payload.spans(PIECE):
                 writer.write(piece)
                 await anyio.lowlevel.checkpoint()
             return allocate(meta, writer.seal().storage)
@@ -178,14 +179,32 @@ async def sealed_copy(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         return tensor
 
 
-def _pieces(payload: Payload, size: int) -> Iterator[memoryview]:
-    """Cut a payload that lies in one span into parts of `size`; gather any other piece by piece."""
-    whole = payload.whole()
-    if whole is None:
-        for piece in payload.pieces():
-            yield from (piece[start : start + size] for start in range(0, len(piece), size))
-        return
-    for start in range(0, len(whole), size):
-        if not payload.is_intact():
-            raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
-        yield whole[start : start + size]
+async def sealed_descriptor(tensor: torch.Tensor, meta: TensorMeta) -> int:
+    """Return a descriptor, the caller's to close, of sealed memory with the bytes of `tensor`.
+
+    Raises:
+        TensorChanged: its memory was resized or replaced meanwhile.
+        OSError: the system has no such memory, or no more.
+    """
+    payload = Payload(tensor, meta)
+    there = payload.sealed_by(sealed_memory)
+    if there is not None:
+        return os.dup(there)
+    with contextlib.closing(Writer()) as writer:
+        for piece in payload.spans(PIECE):
+            writer.write(piece)
+            await anyio.lowlevel.checkpoint()
+        return writer.give()
+
+
+def sealed_snapshot(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return a copy of `tensor`, in sealed memory if there is any; for threads, which may block.
+
+    Raises:
+        QuotaExceeded: this machine has no room for it.
+    """
+    with contextlib.suppress(OSError, AttributeError), contextlib.closing(Writer()) as writer:
+        for piece in Payload(tensor, meta).spans(meta.nbytes):
+            writer.write(piece)
+        return allocate(meta, writer.seal().storage)
+    return allocate(meta).copy_(tensor.detach())

@@ -98,6 +98,15 @@ class Writer:
         memory.keep(self._descriptor)
         return memory
 
+    def give(self) -> int:
+        """Seal what was written; return a descriptor of it, the caller's to close.
+
+        Raises:
+            OSError: the system refuses it.
+        """
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals())
+        return os.dup(self._descriptor)
+
     def close(self) -> None:
         """Let go of the memory, unless it is kept by what was made of it."""
         os.close(self._descriptor)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 
+import anyio
+import anyio.to_thread
 import pytest
 import torch
 
 import mesh
 from mesh import blocking
+from mesh.device.client import moving
 from mesh.device.client.tensors import device_of, devices
 from mesh.errors import MeshError
 from tests.mesh.device.peer import Peer, client, peer
@@ -18,7 +22,7 @@ from tests.mesh.device.peer import Peer, client, peer
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[tuple[Peer, Peer]]:
-    with peer(devices=1) as one, peer(devices=1, max_bytes=64 << 20) as other:
+    with peer(devices=2) as one, peer(devices=1, max_bytes=160 << 20) as other:
         yield one, other
 
 
@@ -46,12 +50,12 @@ def moved_bytes(node: blocking.Node) -> int:
     return node.run(count)
 
 
-@pytest.mark.parametrize("mebibytes", [4, pytest.param(48, marks=pytest.mark.slow)])
 def test_no_element_passes_through_the_client(
-    mebibytes: int, pair: tuple[torch.device, torch.device], node: blocking.Node
+    pair: tuple[torch.device, torch.device], node: blocking.Node
 ) -> None:
     one, other = pair
-    x = torch.arange(mebibytes << 18, dtype=torch.float32, device=one)
+    n = 64 << 18  # 64 MiB
+    x = torch.arange(n, dtype=torch.float32, device=one)
     assert x[5].item() == 5
     assert torch.ones(1, device=other).item() == 1
     before = moved_bytes(node)
@@ -59,9 +63,21 @@ def test_no_element_passes_through_the_client(
     x.zero_()  # after the move, whenever that is
     total = 2 * y.sum(dtype=torch.float64).item()
     assert moved_bytes(node) - before < 64 << 10
-    n = mebibytes << 18
     assert total == n * (n - 1)
     assert y.device == other
+
+
+def test_between_devices_of_one_peer_nothing_moves_but_the_order(
+    peers: tuple[Peer, Peer], node: blocking.Node
+) -> None:
+    one, other = (mesh.device(peers[0].ticket, index, node=node) for index in (0, 1))
+    x = torch.full((16 << 18,), 3.0, device=one)
+    y = torch.ones(2, device=other)
+    assert x[:2].to(other).sum().item() + y.sum().item() == 8
+    before = moved_bytes(node)
+    y = x.to(other)
+    assert (y.device, y[-1].item()) == (other, 3.0)
+    assert moved_bytes(node) - before < 4096
 
 
 def test_moves_keep_the_order_of_both_sides(
@@ -121,13 +137,96 @@ def test_errors_of_either_side_are_told_to_who_reads(
     one, other = pair
     bad = torch.ones(3, device=one).index_select(0, torch.tensor([9]).to(one))
     y = bad.to(other) + 1
-    big = torch.zeros(65 << 20, dtype=torch.uint8, device=one)
+    big = torch.zeros(161 << 20, dtype=torch.uint8, device=one)
     z = big.to(other)
     with pytest.raises(MeshError, match="index out of range"):
         y.cpu()
     with pytest.raises(MeshError, match="bytes are left"):
         z.cpu()
     assert torch.ones(1, device=one).to(other).item() == 1
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_large_tensors_go_up_and_down(shared_memory: bool, peers: tuple[Peer, Peer]) -> None:
+    before = sum(each.sizes()["tensors"] for each in peers)
+    with client(shared_memory=shared_memory) as node:
+        d = mesh.device(peers[0].ticket, node=node)
+        x = torch.arange(1 << 19, dtype=torch.int32)
+        y = x.to(d)
+        x.zero_()  # what was sent is what it was then
+        expected = torch.arange(1 << 19, dtype=torch.int32)
+        z = y * 2
+        y[1 << 18 :] = expected[: 1 << 18]  # into the middle of a storage
+        y[0] = 7
+        assert torch.equal(z.cpu(), 2 * expected)
+        after = torch.cat((expected[: 1 << 18], expected[: 1 << 18]))
+        after[0] = 7
+        assert torch.equal(y.cpu(), after)
+        view = y.view(512, 1024).t()
+        assert torch.equal(view.cpu(), after.view(512, 1024).t())
+        complex_ = torch.full((1 << 17,), 1 + 2j, device=d).conj()
+        assert torch.equal(complex_.cpu(), torch.full((1 << 17,), 1 - 2j))
+        poisoned = torch.zeros(1 << 20, device=d).index_select(0, torch.tensor([1 << 21]).to(d))
+        with pytest.raises(MeshError, match="index out of range"):
+            torch.cat((poisoned.expand(1 << 20), y.float())).cpu()
+        gc.collect()
+        devices.clear()
+    deadline = time.monotonic() + 5
+    while sum(each.sizes()["tensors"] for each in peers) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_slow_move_delays_only_what_needs_it(
+    peers: tuple[Peer, Peer], node: blocking.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = mesh.device(peers[0].ticket, node=node)
+    allowed = threading.Event()
+    send_up = moving.Mover._send_up
+
+    async def wait_first(self: moving.Mover, snapshot: torch.Tensor) -> str:
+        await anyio.to_thread.run_sync(allowed.wait)
+        return await send_up(self, snapshot)
+
+    monkeypatch.setattr(moving.Mover, "_send_up", wait_first)
+    big, here = torch.ones(1 << 18), torch.ones(3, device=d)
+    x = big.to(d)
+    total = x.sum() + here[0]  # waits
+    here += 1  # and so does this, which writes what that reads
+    other = torch.full((3,), 5.0, device=d)
+    assert (other * 2).tolist() == [10, 10, 10]
+    allowed.set()
+    assert total.item() == (1 << 18) + 1
+    assert here.tolist() == [2, 2, 2]
+
+
+def test_many_moves_are_bounded_and_keep_their_order(
+    peers: tuple[Peer, Peer], node: blocking.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "MAX_UNDERWAY", 3)
+    d = mesh.device(peers[1].ticket, node=node)
+    x = torch.zeros(1 << 18, device=d)
+    most = 0
+    for step in range(12):
+        x.copy_(torch.full((1 << 18,), float(step)))
+        mover = device_of(d).session.carrier.mover  # type: ignore[union-attr]
+        most = max(most, mover._count)  # type: ignore[union-attr]
+        x.add_(1)
+    assert x[-1].item() == 12
+    assert 1 < most <= 3
+
+
+def test_a_move_that_fails_is_told_to_who_reads(
+    peers: tuple[Peer, Peer], node: blocking.Node
+) -> None:
+    d = mesh.device(peers[1].ticket, node=node)  # with room for 160 MiB
+    x = torch.empty(161 << 20, dtype=torch.uint8, device=d)
+    y = torch.zeros(161 << 20, dtype=torch.uint8).to(d)
+    with pytest.raises(MeshError, match="bytes"):
+        y[:4].cpu()
+    with pytest.raises(MeshError, match="are left for this session"):
+        x[:4].cpu()
+    assert torch.ones(1, device=d).item() == 1
 
 
 @pytest.mark.slow  # starts one more peer
@@ -138,7 +237,6 @@ def test_a_peer_that_dies_under_a_move(node: blocking.Node, peers: tuple[Peer, P
         x = torch.ones(4 << 20, device=one)
         assert x[0].item() == 1
         y = x.to(other)
-        device_of(one).session.carrier._patience = 0.5  # type: ignore[union-attr]
         victim.program.kill()
         after = torch.ones(1, device=other) + 1
         with pytest.raises(MeshError):

@@ -64,6 +64,7 @@ def test_opening_describing_and_closing(there: Peer, node: blocking.Node) -> Non
     assert (info.index, info.type, info.device) == (0, "cpu", other)
     assert info.node_id == there.ticket.node_id
     assert info.memory > 1 << 30
+    assert info.lane in ("quic", "shared-memory")
     listed = mesh.devices(there.ticket, type="cpu", node=node)
     assert [each.index for each in listed] == [0, 1]
     assert mesh.devices(there.ticket, type="cuda", node=node) == ()
@@ -98,7 +99,7 @@ def test_large_tensors_and_back_pressure(there: Peer, node: blocking.Node) -> No
 def test_the_grants_quota_holds(there: Peer, node: blocking.Node) -> None:
     d = mesh.device(there.ticket, node=node)
     with pytest.raises(QuotaExceeded, match="of 67108864 bytes"):
-        torch.zeros(65 << 20, dtype=torch.uint8, device=d).cpu()
+        torch.zeros(65 << 20, dtype=torch.uint8, device=d)[:4].cpu()
     assert torch.zeros(4, device=d).sum().item() == 0
 
 
@@ -198,12 +199,12 @@ def test_a_peer_that_is_killed_is_told_of_and_nothing_hangs(
         x = torch.ones(1, device=mesh.device(victim.ticket, node=node))
         y = torch.ones(1, device=mesh.device(there.ticket, node=node))
         assert (x.item(), y.item()) == (1, 1)
-        device_of(x.device).session._carrier._patience = 0.5  # type: ignore[union-attr]
         victim.program.kill()
         began = time.monotonic()
         with pytest.raises(SessionLost):
             x.cpu()
-        assert time.monotonic() - began < 10
+        # Silence is noticed after the liveness bound; then there is a second to come back.
+        assert time.monotonic() - began < CONFIG.liveness + 3.0
         assert (y + 1).item() == 2
 
 
@@ -289,7 +290,7 @@ async def test_async_code_reads_without_blocking(
         assert (await read(x))[0] > 1000
         with pytest.raises(MeshError, match="index out of range"):
             await read(x.index_select(0, torch.tensor([9]).to(d)))
-        assert service.sizes() == {"device_sessions": 1, "executors": 1}
+        assert service.sizes() == {"device_sessions": 1, "executors": 1, "device_groups": 0}
         session = device_of(d).session
         del x
         gc.collect()
@@ -333,6 +334,6 @@ async def test_devices_are_for_those_who_are_granted_the_scope(anyio_backend: st
             await device_async(mine, strict.ticket())
         with pytest.raises(ServiceUnknown):
             await device_async(mine, plain.ticket())
-        assert service.sizes() == {"device_sessions": 0, "executors": 0}
+        assert service.sizes() == {"device_sessions": 0, "executors": 0, "device_groups": 0}
         with pytest.raises(DeviceError, match="'cuda:99'"):
             await DeviceService(plain.endpoint, ["cuda:99"]).__aenter__()

@@ -247,6 +247,34 @@ def test_a_full_eventfd_does_not_block(words: memoryview, descriptor: int) -> No
 
 
 @pytest.mark.attack
+@pytest.mark.parametrize("full", [True, False])
+def test_an_eventfd_that_was_made_to_block_does_not(
+    words: memoryview, descriptor: int, full: bool
+) -> None:
+    check_eventfd([descriptor])
+    theirs = os.dup(descriptor)  # as another process has it: the flags are of both
+    os.set_blocking(theirs, True)
+    waiter, bell = Waiter(words, FLAG, descriptor), Bell(words, COUNT, [(FLAG, descriptor)])
+    waiter.arm()
+
+    def use() -> None:
+        if full:
+            os.eventfd_write(theirs, (1 << 64) - 2)
+            bell.ring(1)
+            waiter.wake()
+        waiter.drain()
+        waiter.drain()
+
+    using = threading.Thread(target=use, daemon=True)
+    using.start()
+    using.join(2)
+    assert not using.is_alive()
+    bell.ring(2)
+    assert readable(descriptor)  # the control
+    os.close(theirs)
+
+
+@pytest.mark.attack
 def test_only_eventfds_are_taken(descriptor: int) -> None:
     check_eventfd([descriptor])  # the control
     blocking, pipe = os.eventfd(0), os.pipe()
