@@ -59,10 +59,15 @@ MESSAGES_A_TURN = 32
 """Messages taken before others on the event loop have their turn."""
 
 RETRY_SECONDS = 0.001
-"""Between two tries to write what the ring had no room for."""
+LONGEST_RETRY = 0.05
+"""Between two tries to write what the ring had no room for; each time twice as long as before."""
+
+FEW_UNSENT = 32
+"""With so many messages that wait for room, replies wait with their calls: who takes none makes
+this process hold the replies to those that it serves at a time, and no more."""
 
 MAX_UNSENT = 4096
-"""Messages that wait for room. Who takes none of so many replies does not keep to the protocol."""
+"""Messages that wait for room. Who takes none of so many does not keep to the protocol."""
 
 _log = logging.getLogger("quicmesh.tensors")
 
@@ -106,6 +111,7 @@ class Calls:
         self._running: dict[int, anyio.CancelScope] = {}
         self._unsent: deque[Message] = deque()
         self._is_stuck = anyio.Event()
+        self._has_room = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._is_over = False
         self._failure: ProtocolError | None = None
@@ -231,10 +237,12 @@ class Calls:
                 if reply is None:
                     self._post(Message(ELSEWHERE, call))
                     return
-                while len(reply) > MAX_BODY:
-                    self._post(Message(PART, call, reply[:MAX_BODY]))
-                    reply = reply[MAX_BODY:]
-                self._post(Message(REPLY, call, reply))
+                for start in range(0, len(reply) or 1, MAX_BODY):
+                    while len(self._unsent) >= FEW_UNSENT:
+                        await self._has_room.wait()
+                    is_last = start + MAX_BODY >= len(reply)
+                    body = reply[start : start + MAX_BODY]
+                    self._post(Message(REPLY if is_last else PART, call, body))
         finally:
             del self._running[call]
 
@@ -271,10 +279,16 @@ class Calls:
         while True:
             await self._is_stuck.wait()
             self._is_stuck = anyio.Event()
+            pause = RETRY_SECONDS
             while self._unsent:
                 while self._unsent and self._put(self._unsent[0]):
                     self._unsent.popleft()
-                await anyio.sleep(RETRY_SECONDS)
+                    pause = RETRY_SECONDS
+                if len(self._unsent) < FEW_UNSENT:
+                    self._has_room.set()
+                    self._has_room = anyio.Event()
+                await anyio.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY)
 
 
 class _Waiting:
