@@ -526,13 +526,14 @@ class _LoopThread:
                 return
             if self._leave is not None:
                 portal.start_task_soon(_set, self._leave)
+            end = None if timeout is None else time.monotonic() + timeout
             try:
                 held.result(timeout)
             except (FutureTimeout, CancelledError):
                 held.cancel()
             finally:
                 portal.start_task_soon(portal.stop, True)
-                thread.join(timeout)
+                thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
 
 class _Call(Generic[_Result]):

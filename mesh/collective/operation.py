@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -39,14 +40,14 @@ class Operation:
         self.exchange = exchange
         self.rank = exchange.rank
         self.size = exchange.size
-        self.others = tuple(rank for rank in range(exchange.size) if rank != exchange.rank)
+        self.others = _others(exchange.rank, exchange.size)
         self.signature = signature
         self.sequence = sequence
         self.deadline = deadline
         self.board = exchange.board
         self.hosts = exchange.hosts
-        self._members: Sequence[int] = range(exchange.size)
-        self._began = time.monotonic()
+        self._members: Sequence[int] = range(self.size)
+        self.began = time.monotonic()
         self._sends: dict[int, list[Transfer]] = defaultdict(list)
         self._receives: dict[int, list[Transfer]] = defaultdict(list)
 
@@ -77,7 +78,7 @@ class Operation:
         part = copy.copy(self)
         part._members = members
         part.rank, part.size = members.index(self.rank), len(members)
-        part.others = tuple(each for each in range(part.size) if each != part.rank)
+        part.others = _others(part.rank, part.size)
         part.board = part.hosts = None
         return part
 
@@ -124,7 +125,7 @@ class Operation:
 
     def elapsed(self) -> float:
         """Return the seconds since the operation began."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self.began
 
     def timeout(self, ranks: Sequence[int]) -> CollectiveTimeout:
         """Return the error for a deadline that passed while `ranks` were awaited."""
@@ -158,6 +159,11 @@ class Operation:
             if not absent:
                 absent = {peer for peer, posted in table.items() if not all(map(_arrived, posted))}
         return tuple(sorted(absent))
+
+
+@functools.lru_cache(maxsize=1024)
+def _others(rank: int, size: int) -> tuple[int, ...]:
+    return tuple(each for each in range(size) if each != rank)
 
 
 def _arrived(transfer: Transfer) -> bool:

@@ -33,7 +33,7 @@ from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
 from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.wire import (
     CALL_SERVICE,
     REFS_SERVICE,
@@ -109,6 +109,8 @@ class Agent:
         timeout: float = DEFAULT_TIMEOUT,
         limits: RefLimits | None = None,
     ) -> None:
+        from mesh.autograd.participant import Autograd  # which stands on calls
+
         self.timeout = timeout
         self.pickles = False
         self.exposures = exposures
@@ -121,6 +123,7 @@ class Agent:
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
+        self.autograd = Autograd(self, (limits or RefLimits()).lease)
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
@@ -137,12 +140,14 @@ class Agent:
         self._clock = anyio.current_time() - time.monotonic()
         self._service.register(endpoint)
         register_listing(self, endpoint)
+        self.autograd.register(endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
                 self._tasks.start_soon(self._give_up)
+                self._tasks.start_soon(self.autograd.run)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
@@ -419,6 +424,15 @@ class Agent:
             raise RefLost("use of a remote reference", why="there is no such value here")
         return owned
 
+    async def send_gradients(self, to: NodeId, what: tuple[Any, ...]) -> None:
+        """Send gradients to a participant of a backward; see `mesh.autograd`. Raises as `call`."""
+        await self._ask(to, Target("gradients"), what, {}, None)
+
+    async def backward_at(self, ref: RRef[Any], context: int, retain_graph: bool) -> None:
+        """Have the owner of a reference go backward from its value. Raises as `invoke`."""
+        target = await self._at(ref, "backward")
+        await self._ask(ref.owner_id, target, (context, retain_graph), {}, None)
+
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""
         endpoint = self._node.endpoint
@@ -455,7 +469,12 @@ class Agent:
         return packer.packed
 
     async def value_of(
-        self, items: list[CborValue], tensors: Sequence[torch.Tensor], connection: Connection
+        self,
+        items: list[CborValue],
+        tensors: Sequence[torch.Tensor],
+        connection: Connection,
+        *,
+        received: Received | None = None,
     ) -> Any:
         """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
         unpacker = Unpacker(
@@ -465,6 +484,7 @@ class Agent:
             Incoming(self, connection.peer),
             self.exposures,
             pickles=may_unpickle(connection.grant),
+            received=received,
         )
         return (await unpacker.unpack_all(1))[0]
 
@@ -561,12 +581,14 @@ class Agent:
     ) -> Any:
         seconds = self._seconds(timeout)
         outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
+        link = None
         try:
             with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
                 what = beside(packed.tensors, self.placement.towards(to))
                 key = new_id() if what.apart else b""
-                request = Request(target, packed.items, what, seconds, create, key)
+                link = self.autograd.leaving(to, packed.differentiable)
+                request = Request(target, packed.items, what, seconds, create, key, link)
                 if to == self.node_id:
                     return await self._service.answer_self(request, packed.tensors, stays=stays)
                 connection = await self.connected(to)
@@ -576,12 +598,18 @@ class Agent:
                 parts = await self.fetch_parts(connection, answer)
         except BaseException as error:
             outgoing.undo()
+            self.autograd.undo(link)
             self.name_in(error, str(target))
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
             raise
         tensors = self.placement.answered(together(answer.beside, parts), answer.beside.devices, to)
-        return await self.value_of(answer.items, tensors, connection)
+        return await self.value_of(
+            answer.items,
+            tensors,
+            connection,
+            received=self.autograd.answered(to, link, answer.link),
+        )
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]

@@ -334,6 +334,7 @@ def _init(
             )
         )
         agent.pickles = options.pickles
+        agent.autograd.worker_id = rank
         _show_daemon(node)
         devices: Any = options.devices
         agent.placement.devices = tuple(devices)

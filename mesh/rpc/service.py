@@ -23,6 +23,7 @@ from mesh.rpc.errors import (
 )
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
+from mesh.rpc.links import Link
 from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
 from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
@@ -33,7 +34,7 @@ from mesh.rpc.placement import own_device
 from mesh.rpc.serve_stream import StreamService
 from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.sources import is_generator
-from mesh.rpc.values import Packed, Packer, Unpacker, refuse_pickle
+from mesh.rpc.values import Packed, Packer, Received, Unpacker, refuse_pickle
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
 from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded
@@ -84,17 +85,23 @@ class RpcService:
             raise raised.error from None
         if stays:
             return value
-        return await self.copied(value)
+        return await self.copied(value, request.link)
 
-    async def copied(self, value: Any) -> Any:
+    async def copied(self, value: Any, asked: Link | None = None) -> Any:
         """Return a result of a node's own as another node would get it. Raises `Unsendable`."""
         me, mine = self._self()
         packed = await self.packed(value, Outgoing(self._agent, me.node_id))
-        results = [each.detach().clone() for each in packed.tensors]
+        received = None
+        if asked is not None:
+            link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
+            received = self._agent.autograd.answered(me.node_id, asked, link)
         results = self._agent.placement.answered(
-            results, [own_device(each.device) for each in packed.tensors], me.node_id
+            _copies(packed.tensors),
+            [own_device(each.device) for each in packed.tensors],
+            me.node_id,
         )
-        return (await self._unpacked(packed.items, results, me, mine, count=1))[0]
+        values = await self._unpacked(packed.items, results, me, mine, count=1, received=received)
+        return values[0]
 
     async def found_by_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Found:
         """Return the same as `found` for a node's request to itself."""
@@ -124,7 +131,8 @@ class RpcService:
             tensors = self._agent.placement.ordered(
                 together(request.beside, parts), request.beside.devices
             )
-            ended = await self._ended(request, tensors, incoming)
+            with self._agent.autograd.joined(request.link, peer.node_id):
+                ended, link = await self._ended(request, tensors, incoming)
             del tensors
             del parts
         if isinstance(ended, Answer):
@@ -133,7 +141,7 @@ class RpcService:
         key = b""
         if what.apart:
             key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
-        return Answer(ended.items, what, key).encode()
+        return Answer(ended.items, what, key, link=link).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
         notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
@@ -156,16 +164,16 @@ class RpcService:
 
     async def _ended(
         self, request: Request, tensors: Sequence[torch.Tensor], incoming: Incoming
-    ) -> Packed | Answer:
+    ) -> tuple[Packed | Answer, Link | None]:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
         try:
             if request.create is not None:
                 await self._begin(request, tensors, incoming, request.create)
-                return await self.packed(None, Outgoing(self._agent, peer.node_id))
+                return await self.packed(None, Outgoing(self._agent, peer.node_id)), None
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
-            return Answer(error=encode_exception(raised.error))
+            return Answer(error=encode_exception(raised.error)), None
         refs = Outgoing(self._agent, peer.node_id)
         try:
             packed = await self.packed(value, refs)
@@ -174,8 +182,8 @@ class RpcService:
             refs.undo()
             if isinstance(error, Unsendable):
                 error.what = f"sending of the result of {request.target}"
-            return Answer(error=encode_exception(error))
-        return packed
+            return Answer(error=encode_exception(error)), None
+        return packed, self._agent.autograd.leaving(peer.node_id, packed.differentiable)
 
     async def _begin(
         self,
@@ -186,7 +194,7 @@ class RpcService:
     ) -> None:
         """Begin a call whose result stays here, for its caller to refer to."""
         peer, grant = incoming.peer, incoming.grant
-        if request.target.kind == "fetch":
+        if request.target.kind in ("fetch", "gradients", "backward"):
             raise NotExposed(str(request.target), why="its result can't become a reference")
         if request.target.kind == "method":  # which is not there, is said at once
             await self._method(request, peer, grant)
@@ -254,6 +262,14 @@ class RpcService:
             return await self._within(
                 request, lambda: self._agent.workers.run(peer.node_id, function)
             )
+        if target.kind == "gradients":
+            self._agent.autograd.take(peer.node_id, args)
+            return None
+        if target.kind == "backward":
+            owned = self._owned(target.key, peer)
+            return await self._within(
+                request, lambda: self._agent.autograd.backward_from(owned, peer.node_id, args)
+            )
         found = await self._callee(request, values, peer, grant)
         return await self._within(request, lambda: self._called(request, found, args, kwargs, peer))
 
@@ -286,7 +302,10 @@ class RpcService:
     ) -> list[Any]:
         """Return the arguments of a request, a tuple and a dict; before them what is pickled."""
         count = 3 if request.target.kind == "pickled" else 2
-        values = await self._unpacked(request.items, tensors, peer, grant, count=count)
+        received = self._agent.autograd.arriving(peer.node_id, request.link)
+        values = await self._unpacked(
+            request.items, tensors, peer, grant, count=count, received=received
+        )
         args, kwargs = values[-2:]
         if not isinstance(args, tuple) or not isinstance(kwargs, dict):
             raise ProtocolError("a call", why="its arguments are no tuple and dict")
@@ -398,10 +417,17 @@ class RpcService:
         grant: Grant | None,
         *,
         count: int,
+        received: Received | None = None,
     ) -> list[Any]:
         agent, refs = self._agent, IncomingRefs(self._agent, peer)
         unpacker = Unpacker(
-            items, tensors, agent.types, refs, agent.exposures, pickles=may_unpickle(grant)
+            items,
+            tensors,
+            agent.types,
+            refs,
+            agent.exposures,
+            pickles=may_unpickle(grant),
+            received=received,
         )
         return await unpacker.unpack_all(count)
 

@@ -19,6 +19,7 @@ import math
 from typing import Self
 
 from auth import IdentityError, NodeId
+from mesh.rpc.links import Link
 from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS, has_pickle
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
@@ -121,9 +122,10 @@ class Target:
     """What is to be called.
 
     Attributes:
-        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"`` or ``"pickled"``.
+        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"``, ``"pickled"``, or, of
+            distributed autograd, ``"gradients"`` or ``"backward"``.
         name: of the function, operator or method; empty for the others.
-        key: the reference of a method or a fetch.
+        key: the reference of a method, a fetch or a backward.
     """
 
     kind: str
@@ -157,6 +159,10 @@ class Target:
             return "fetch of a reference"
         if self.kind == "pickled":
             return "call of a pickled function"
+        if self.kind == "gradients":
+            return "sending of gradients"
+        if self.kind == "backward":
+            return "backward from a reference"
         return f"call of {self.kind} {self.name!r}"
 
 
@@ -166,6 +172,8 @@ _KINDS = {
     "method": (True, True),
     "fetch": (False, True),
     "pickled": (False, False),
+    "gradients": (False, False),
+    "backward": (False, True),
 }
 
 
@@ -181,6 +189,7 @@ class Request:
         seconds: how long it may take; 0 for as long as it likes.
         create: the reference that the result is to become, and the caller's fork of it.
         key: what its large tensors travel under; empty if there are none.
+        link: the autograd context that it was sent in, if any.
     """
 
     target: Target
@@ -189,6 +198,7 @@ class Request:
     seconds: float
     create: Fork | None = None
     key: bytes = b""
+    link: Link | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
@@ -202,6 +212,8 @@ class Request:
             value["create"] = self.create.encode()
         if self.key:
             value["key"] = self.key
+        if self.link is not None:
+            value["autograd"] = self.link.encode()
         return value
 
     @classmethod
@@ -216,8 +228,9 @@ class Request:
             raise fields.wrong("'seconds' is no time limit")
         create = Fork.decode(fields.value("create")) if fields.has("create") else None
         key = _key(fields, beside)
+        link = _link(fields)
         fields.finish()
-        return cls(target, items, beside, seconds, create, key)
+        return cls(target, items, beside, seconds, create, key, link)
 
     @property
     def has_pickle(self) -> bool:
@@ -239,12 +252,14 @@ class Answer:
         beside: its tensors.
         key: what its large tensors can be fetched under; empty if there are none.
         error: what the function raised, as `encode_exception` writes it; then there is no result.
+        link: the autograd context that its tensors are recorded in, if any.
     """
 
     items: list[CborValue] = dataclasses.field(default_factory=list)
     beside: Beside = Beside()
     key: bytes = b""
     error: CborValue = None
+    link: Link | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
@@ -253,6 +268,8 @@ class Answer:
         value: dict[str, CborValue] = {"items": self.items, "tensors": self.beside.encode()}
         if self.key:
             value["key"] = self.key
+        if self.link is not None:
+            value["autograd"] = self.link.encode()
         return value
 
     @classmethod
@@ -264,7 +281,7 @@ class Answer:
         else:
             items = fields.items("items", MAX_ITEMS)
             beside = Beside.decode(fields, "tensors")
-            answer = cls(items, beside, _key(fields, beside))
+            answer = cls(items, beside, _key(fields, beside), link=_link(fields))
         fields.finish()
         return answer
 
@@ -433,6 +450,10 @@ class RefNotes:
         if len(left) != len(keys):
             raise fields.wrong("'left' must be keys")
         return cls(shared, confirmed, dropped, left)
+
+
+def _link(fields: Fields) -> Link | None:
+    return Link.decode(fields.value("autograd")) if fields.has("autograd") else None
 
 
 def _device(fields: Fields, value: CborValue) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import threading
 import time
@@ -16,6 +17,7 @@ from mesh import blocking
 from mesh.rpc.agent import Agent
 from mesh.rpc.errors import RpcError, RpcTimeout
 from mesh.rpc.futures import CallFuture
+from mesh.rpc.links import like_this_thread
 from mesh.rpc.placement import DeviceMap, check_maps
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.threads import Completer
@@ -122,13 +124,15 @@ class Worker:
     def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> CallFuture[Any]:
         """Run a coroutine in the node's loop; return a future that callbacks may be added to."""
         future: CallFuture[Any] = CallFuture()
-        begun = self.node.portal.start_task_soon(call)
+        here = contextvars.copy_context()  # for callbacks, which may call on
+        with like_this_thread():
+            begun = self.node.portal.start_task_soon(call)
         with self._lock:
             self._pending.add(begun)
 
         def ended(done: Future[Any]) -> None:
             compute = functools.partial(self.agent.bridge.wait, done)
-            self._completer.submit(lambda: future.complete(compute))
+            self._completer.submit(lambda: here.run(future.complete, compute))
             with self._lock:
                 self._pending.discard(done)
 

@@ -22,6 +22,7 @@ from mesh.device.groups.member import Groups
 from mesh.device.server.later import Later, Step
 from mesh.device.server.program import Made, Program
 from mesh.device.server.randomness import RandomStates
+from mesh.device.server.sequence import Sequences
 from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
 from tensor_bridge.codec import memory_order
 from transport import CborValue, LimitExceeded, ProtocolError
@@ -79,7 +80,7 @@ class _Poisoned(Exception):
     """A tensor was to be used that does not exist because an operation has failed."""
 
     def __init__(self, failure: wire.Failure) -> None:
-        super().__init__(failure)
+        super().__init__(str(failure.error))
         self.failure = failure
 
 
@@ -113,6 +114,7 @@ class Machine:
         self._programs: dict[int, Program] = {}
         self._known: dict[wire.Geometry, wire.Geometry] = {}
         self._later = Later()
+        self._sequences = Sequences()
         self._places: dict[int, _Place] = {}
         """Where what is expected belongs."""
         self._come: dict[int, int | MeshError | None] = {}
@@ -165,12 +167,23 @@ class Machine:
                     case wire.Seed(device, value):
                         place = self._check_device(device)
                         seed = partial(self._random.seed, place, value)
-                        later.do(Step(seed, random=place))
+                        later.do(Step(seed, random=(place,)))
                     case wire.Forget(number):
                         self._forget(number)
                     case wire.Poison(handle, error):
                         replace = partial(self._replace, handle, wire.Failure(error))
                         later.do(Step(replace, (), (handle,)))
+                    case wire.Replay(number):
+                        sequence = self._sequences[number]
+                        later.do(sequence.step(run, self._release))
+                    case wire.Capture(number, steps):
+                        depends = partial(_step_of, run=run)
+                        self._sequences.add(number, steps, programs, depends)
+                    case wire.Drop(number):
+                        self._sequences.drop(number)
+                    case wire.Content(max_bytes):
+                        most = min(max_bytes, self.limits.max_bytes)
+                        self.limits = dataclasses.replace(self.limits, max_bytes=most)
 
     # -- what comes and goes beside the batches
 
@@ -620,7 +633,7 @@ def _step_of(
             *values[start : start + program.count],
             *(values[index] for index in program.written),
         ),
-        program.template.device if draws else None,
+        (program.template.device,) if draws else (),
         name in (wire.WAIT, wire.START, wire.TAKE),  # a group's have to come in its order
     )
 

@@ -1,9 +1,9 @@
 """Waiting for another process without burning a core.
 
 Whoever has written bytes for others raises a counter in shared memory and rings (`Bell.ring`).
-Whoever waits (`Waiter.wait`) looks for about 50 microseconds, letting others run in between; then
-it puts up a flag beside its counter, looks once more, and sleeps on its eventfd. A bell makes a
-system call only for those whose flag is up.
+Whoever waits (`Waiter.wait`) looks for about 50 microseconds, letting others run in between, unless
+those have lately kept the processor for long; then it puts up a flag beside its counter, looks once
+more, and sleeps on its eventfd. A bell makes a system call only for those whose flag is up.
 
 No ring is lost. The ringer stores the counter and then loads the flag; the waiter stores the flag
 and then loads the counter. If neither store could overtake the load after it, one of the two sees
@@ -42,6 +42,14 @@ LINE_WORDS = 8
 
 YIELD_SECONDS = 50e-6
 """How long a waiter looks before it sleeps: about what going to sleep and waking up takes."""
+
+HOGGED_SECONDS = 1e-3
+"""How long others may keep the processor that they are let have. Beyond, there is more to run than
+there are processors: who yields there waits for a turn of it, while who sleeps and is woken goes
+before those that have run all the time."""
+
+WARY_FACTOR = 50
+"""For how many times as long as that took a waiter then sleeps at once, before it yields again."""
 
 FIRST_SLEEP = 1e-3
 LONGEST_SLEEP = 0.25
@@ -112,6 +120,7 @@ class Waiter:
         self._poll.register(descriptor, select.POLLIN)
         for each in watched:
             self._poll.register(each, select.POLLIN | select.POLLRDHUP)
+        self._wary_until = 0.0
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> None:
         """Return once `is_ready` does return true, or raise what it raises.
@@ -126,12 +135,8 @@ class Waiter:
             TimeoutError: the deadline passed first.
             Gone: a watched process ended first. What it had told before still counts.
         """
-        end = time.monotonic() + YIELD_SECONDS
-        while not is_ready():
-            if time.monotonic() >= end:
-                self._sleep(is_ready, deadline)
-                break
-            os.sched_yield()
+        if not is_ready() and not self._look(is_ready):
+            self._sleep(is_ready, deadline)
         for _ in range(2):
             with self._fence:
                 pass
@@ -163,6 +168,19 @@ class Waiter:
                 raise
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
+
+    def _look(self, is_ready: Callable[[], bool]) -> bool:
+        """Look for a while, letting others run in between; return whether that was enough."""
+        now = time.monotonic()
+        end = now + YIELD_SECONDS if now >= self._wary_until else now
+        while now < end:
+            os.sched_yield()
+            if is_ready():
+                return True
+            before, now = now, time.monotonic()
+            if now - before > HOGGED_SECONDS:
+                self._wary_until = now + WARY_FACTOR * (now - before)
+        return False
 
     def _sleep(self, is_ready: Callable[[], bool], deadline: float) -> None:
         nap = FIRST_SLEEP

@@ -64,6 +64,7 @@ def test_opening_describing_and_closing(there: Peer, node: blocking.Node) -> Non
     assert (info.index, info.type, info.device) == (0, "cpu", other)
     assert info.node_id == there.ticket.node_id
     assert info.memory > 1 << 30
+    assert info.lane in ("quic", "shared-memory")
     listed = mesh.devices(there.ticket, type="cpu", node=node)
     assert [each.index for each in listed] == [0, 1]
     assert mesh.devices(there.ticket, type="cuda", node=node) == ()

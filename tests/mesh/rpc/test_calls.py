@@ -246,6 +246,10 @@ async def test_an_operator_is_not_run_if_its_result_is_too_large() -> None:
             (torch.add, (torch.ones(1 << 18, 1), torch.ones(1, 1 << 18))),
             (torch.diag, (torch.ones(1), 1 << 20)),
             (torch.masked_select, (torch.ones(1 << 16, 1), torch.ones(1, 1 << 16).bool())),
+            (torch.max, (torch.ones(1 << 18, 1), torch.ones(1, 1 << 18))),
+            (torch.sum, (torch.ones(1 << 32, 0), 1)),
+            (torch.matmul, (torch.ones(1 << 18, 0), torch.ones(0, 1 << 18))),
+            (torch.where, (torch.ones(1 << 26, dtype=torch.bool),)),
         ):
             with pytest.raises(QuotaExceeded, match="bytes"):
                 await a.call(b.node_id, function, args)
