@@ -105,6 +105,7 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "describe": "mesh.device.api",
             "DistributedContext": "mesh.device.groups.context",
             "ReduceOperation": "mesh.device.groups.context",
+            "train": "mesh.train",
             "NodeId": "auth",
             "SecretKey": "auth",
             "Ticket": "auth",

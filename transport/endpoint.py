@@ -52,7 +52,13 @@ from transport.protocol.hello import BOOT_ID_LENGTH
 from transport.protocol.turns import Turns
 from transport.reception import Reception
 from transport.renewal import RENEWAL_CALL, RENEWAL_SCOPE, Renewal
-from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
+from transport.services import (
+    AlpnHandler,
+    CallHandler,
+    PromptHandler,
+    ServiceTable,
+    StreamHandler,
+)
 from transport.udp import UdpSocket
 from transport.whereabouts import MAX_ADDRESSES, Whereabouts
 
@@ -260,11 +266,18 @@ class Endpoint:
         """
         self._services.register(name, handler, scope=scope)
 
-    def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
-        self._services.register_call(name, handler, scope=scope)
+    def register_call(
+        self, name: str, handler: CallHandler, *, scope: str, prompt: PromptHandler | None = None
+    ) -> None:
+        """Offer a call, one value in and one value out, to peers whose grant covers `scope`.
 
-    async def answer(self, connection: Connection, request: bytes) -> bytes | None:
+        `prompt` answers at once what it can of what comes by a `Carrier`.
+        """
+        self._services.register_call(name, handler, scope=scope, prompt=prompt)
+
+    def begin_answer(
+        self, connection: Connection, request: bytes
+    ) -> bytes | Coroutine[Any, Any, bytes | None]:
         """Serve a call that came otherwise than on a stream of `connection`, from its peer.
 
         For a `Carrier`. The peer's grant and the authorizer are asked as for a stream.
@@ -274,9 +287,10 @@ class Endpoint:
             request: the body of its request frame.
 
         Returns:
-            The body of the reply frame, also of an error; None for what has to come on a stream.
+            The body of the reply frame, also of an error, if that takes no waiting; else what is to
+            be awaited for it. That is None for what has to come on a stream.
         """
-        return await self._services.answer(connection, request)
+        return self._services.begin_answer(connection, request)
 
     def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:
         """Offer all calls ``NAME:WORD``, each to peers whose grant covers ``SCOPE:WORD``."""

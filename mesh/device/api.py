@@ -47,6 +47,10 @@ __all__ = [
 SCOPES = (*DEFAULT_SCOPES, "device")
 """What this program's node for devices asks for."""
 
+LANE_SECONDS = 1.0
+"""How long opening waits until it is known which lane large tensors take; on one host it takes
+milliseconds. Otherwise it becomes known later."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceInfo:
@@ -280,14 +284,9 @@ async def _begin(node: Node, peer: Peer) -> _Peering:
     session.carry_by(carrier)
     await carrier.begin()
     node.endpoint.start_soon(carrier.run)
-    node.endpoint.start_soon(_meet, node, peer)
-    return _Peering(session, carrier, node, peer.node_id)
-
-
-async def _meet(node: Node, peer: Peer) -> None:
-    """Have it found out which lane there is, and not by the first large tensor."""
-    with contextlib.suppress(MeshError):
+    with anyio.move_on_after(LANE_SECONDS), contextlib.suppress(MeshError):
         await node.lanes.meet(await peer.connection())
+    return _Peering(session, carrier, node, peer.node_id)
 
 
 def _opened(peering: _Peering, index: int) -> torch.device:

@@ -128,6 +128,7 @@ class Agent:
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
         self.abandoned: deque[Stream] = deque()
+        self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
         self._clock = 0.0
@@ -195,7 +196,7 @@ class Agent:
             Exception: what the function raised, of the same class if that is known here.
             MeshError: the peer can't be reached, refuses, or was lost meanwhile.
         """
-        target = self._target(function)
+        target = self.target(function)
         return await self._ask(to, target, args, kwargs or {}, timeout, function=function)
 
     def prepare(
@@ -214,7 +215,7 @@ class Agent:
         Raises:
             Unsendable: as `call`.
         """
-        target, seconds = self._target(function), self._seconds(timeout)
+        target, seconds = self.target(function), self.seconds(timeout)
         ready = self._pack(to, target, args, kwargs or {}, function)
         return lambda: self._ask(to, target, (), {}, seconds, ready=ready)
 
@@ -228,7 +229,7 @@ class Agent:
         timeout: float | None = None,
     ) -> Callable[[], Coroutine[Any, Any, Any]]:
         """Return the same of `invoke`. For threads too."""
-        target, seconds = self._target_at(ref, "method", method), self._seconds(timeout)
+        target, seconds = self._target_at(ref, "method", method), self.seconds(timeout)
         ready = self._pack(ref.owner_id, target, args, kwargs or {}, None)
 
         async def ask() -> Any:
@@ -280,7 +281,7 @@ class Agent:
 
         For threads too: the reference can be used at once, and waits for the rest.
         """
-        target = self._target(function)
+        target = self.target(function)
         return self._order(to, target, args, kwargs or {}, timeout, function=function)
 
     def order_method(
@@ -330,12 +331,12 @@ class Agent:
             timeout: seconds for each item, the first with all that goes before it; 0 for no limit.
                 The peer's loss ends the wait anyway.
         """
-        target = self._target(function)
+        target = self.target(function)
 
         async def found() -> Target:
             return target
 
-        seconds = self._seconds(timeout)
+        seconds = self.seconds(timeout)
         return RemoteIterator(self, to, found, args, kwargs or {}, seconds, function)
 
     def stream_method(
@@ -354,13 +355,13 @@ class Agent:
             lambda: self._at(ref, "method", method),
             args,
             kwargs or {},
-            self._seconds(timeout),
+            self.seconds(timeout),
         )
 
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
         if isinstance(ref.state, Owned):
-            with limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
+            with limit(self.seconds(timeout), "fetch of a reference", self.label(self.node_id)):
                 return await self.bridge.until_done(ref.state.outcome)
         target = await self._at(ref, "fetch")
         return await self._ask(ref.owner_id, target, (), {}, timeout)
@@ -527,7 +528,7 @@ class Agent:
         function: object = None,
         after: RRef[Any] | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
-        seconds = self._seconds(timeout)
+        seconds = self.seconds(timeout)
         ready = self._pack(to, target, args, kwargs, function)
 
         async def ask(create: Fork | None) -> Any:
@@ -579,7 +580,7 @@ class Agent:
         ready: _Ready | None = None,
         stays: bool = False,
     ) -> Any:
-        seconds = self._seconds(timeout)
+        seconds = self.seconds(timeout)
         outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
         link = None
         try:
@@ -646,7 +647,8 @@ class Agent:
         with contextlib.suppress(MeshError):  # then it finds out by itself
             await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
 
-    def _target(self, function: Callable[..., Any] | str) -> Target:
+    def target(self, function: Callable[..., Any] | str) -> Target:
+        """Return what a function is called by on the wire. Raises `RpcError` if it can't be."""
         if isinstance(function, str):
             kind = "operator" if function.startswith("torch.") else "function"
             return Target(kind, function)
@@ -682,6 +684,9 @@ class Agent:
         endpoint = self._node.endpoint
         connection = endpoint.connection(to)
         if connection is not None:
+            if self._met.get(to) is not connection:
+                self._met[to] = connection
+                self._tasks.start_soon(self._meet, connection)
             return connection
         if to in self._hints:
             giver, where = self._hints.pop(to)
@@ -696,7 +701,19 @@ class Agent:
             endpoint.add_addresses(to, where)
         return await self._node.dial(to)
 
-    def _seconds(self, timeout: float | None) -> float:
+    def short_way(self, to: NodeId) -> Connection | None:
+        """Return the connection with a node by which threads can call it; None if there is none."""
+        connection = self._node.endpoint.connection(to)
+        is_there = connection is not None and connection.carrier is not None
+        return connection if is_there and not self.pickles and not self.bridge.is_here else None
+
+    async def _meet(self, connection: Connection) -> None:
+        """Have the shared memory of a peer on this host be there before a large tensor needs it."""
+        with contextlib.suppress(MeshError):  # then calls take streams, and tensors QUIC
+            await self.lanes.meet(connection)
+
+    def seconds(self, timeout: float | None) -> float:
+        """Return the limit of a call that is given `timeout`. Raises `RpcError` if it is none."""
         seconds = self.timeout if timeout is None else timeout
         if not 0 <= seconds < 1e9:
             raise RpcError(

@@ -26,9 +26,11 @@ from mesh.rpc.errors import RpcError
 from mesh.rpc.futures import CallFuture
 from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
 from mesh.rpc.owned import RefRow
+from mesh.rpc.quick import call_quickly
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.rpc.worker import FIND_SECONDS, Worker
+from transport import NotNow
 
 if TYPE_CHECKING:
     from mesh.node import Node
@@ -153,10 +155,14 @@ def rpc_sync(
         Exception: what the function raised, and what `Agent.call` raises.
     """
     worker = _need()
-    begin = worker.agent.prepare(
-        worker.find(to), func, args or (), kwargs, timeout=_seconds(timeout)
+    agent, node_id = worker.agent, worker.find(to)
+    seconds = agent.seconds(_seconds(timeout))
+    result = call_quickly(
+        agent, node_id, func, args or (), kwargs or {}, seconds, lambda: _worker is not worker
     )
-    return worker.agent.bridge.block_on(begin)
+    if not isinstance(result, NotNow):
+        return result
+    return worker.wait_for(agent.prepare(node_id, func, args or (), kwargs, timeout=seconds))
 
 
 def rpc_async(

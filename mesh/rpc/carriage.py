@@ -13,10 +13,10 @@ import torch
 from auth import Grant, MeshError, NodeId
 from mesh.rpc.placement import own_device
 from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen, Request
-from tensor_bridge import QuotaExceeded, TensorMeta, allocate, chunks, describe, tensor_bytes
+from tensor_bridge import QuotaExceeded, TensorMeta, describe
 from tensor_bridge.lanes import Lanes, choose_lane
 from tensor_bridge.lanes.choice import Offer
-from tensor_bridge.memory import Payload
+from tensor_bridge.memory import Payload, copied, filled
 from tensor_bridge.moves import Landing, settle
 from transport import CborValue, Connection, Stream
 
@@ -123,7 +123,7 @@ def beside(
         meta = describe(tensor)
         metas.append(meta)
         if meta.nbytes <= min(room, INLINE_BYTES):
-            inline.append(b"".join(chunks(tensor, meta)))
+            inline.append(copied(tensor, meta))
             room -= meta.nbytes
         else:
             inline.append(None)
@@ -232,15 +232,9 @@ async def serve_receive(stream: Stream, offer: Offer, landing: Landing) -> None:
 def together(what: Beside, parts: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     """Return all tensors of a message in order: those in it, and those that came apart."""
     return [
-        parts[number] if data is None else _filled(meta, data)
+        parts[number] if data is None else filled(meta, data)
         for number, (meta, data) in enumerate(zip(what.metas, what.inline, strict=True))
     ]
-
-
-def _filled(meta: TensorMeta, data: bytes) -> torch.Tensor:
-    tensor = allocate(meta)
-    tensor_bytes(tensor)[:] = data
-    return tensor
 
 
 def _ignore(_: int) -> None:

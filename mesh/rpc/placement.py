@@ -49,9 +49,8 @@ class Placement:
         """
         if not any(names):
             return tensors
-        return await _put_all(
-            tensors, [CPU if name is None else self._device(name) for name in names]
-        )
+        places = [CPU if name is None else self._device(name) for name in names]
+        return await aside(lambda: _put_all(tensors, places))
 
     async def answered(
         self, tensors: Sequence[torch.Tensor], names: Sequence[str | None], by: NodeId
@@ -61,10 +60,18 @@ class Placement:
         Raises:
             RpcError: the callee names what is no device.
         """
+        if not self.map_to(by):
+            return tensors
+        return await aside(lambda: self.answered_in_thread(tensors, names, by))
+
+    def answered_in_thread(
+        self, tensors: Sequence[torch.Tensor], names: Sequence[str | None], by: NodeId
+    ) -> Sequence[torch.Tensor]:
+        """Return the same as `answered`, to a thread."""
         back = {theirs: mine for mine, theirs in self.map_to(by).items()}
         if not back:
             return tensors
-        return await _put_all(tensors, [back.get(_parsed(name), CPU) for name in names])
+        return _put_all(tensors, [back.get(_parsed(name), CPU) for name in names])
 
     def _device(self, name: str) -> torch.device:
         device = _parsed(name)
@@ -144,10 +151,8 @@ def _parsed(name: str | None) -> torch.device:
         raise RpcError(f"placing of a tensor on {name!r:.40}", why="that is no device") from error
 
 
-async def _put_all(
-    tensors: Sequence[torch.Tensor], places: Sequence[torch.device]
-) -> list[torch.Tensor]:
-    return await aside(lambda: [_put(*each) for each in zip(tensors, places, strict=True)])
+def _put_all(tensors: Sequence[torch.Tensor], places: Sequence[torch.device]) -> list[torch.Tensor]:
+    return [_put(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
 
 
 def _put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

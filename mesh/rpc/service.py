@@ -24,7 +24,13 @@ from mesh.rpc.errors import (
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
 from mesh.rpc.links import Link
-from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
+from mesh.rpc.operators import (
+    MAX_RESULT_BYTES,
+    call_operator,
+    check_operator,
+    is_prompt,
+    may_be_prompt,
+)
 from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
@@ -38,7 +44,7 @@ from mesh.rpc.values import Packed, Packer, Received, Unpacker, refuse_pickle
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
 from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded
-from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
+from transport import NOT_NOW, AppCode, CborValue, Endpoint, Incoming, NotNow, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
@@ -64,7 +70,9 @@ class RpcService:
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers whose grant has the scope for it."""
-        endpoint.register_call(wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE)
+        endpoint.register_call(
+            wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE, prompt=self._answer_now
+        )
         endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
         self.streams.register(endpoint)
@@ -142,6 +150,37 @@ class RpcService:
         if what.apart:
             key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
         return Answer(ended.items, what, key, link=link).encode()
+
+    def _answer_now(self, incoming: Incoming) -> CborValue | NotNow:
+        """Answer a call of an operator that takes a moment; for no other, and do nothing then."""
+        match incoming.value:
+            case {"target": {"kind": "operator", "name": str(name)}, "items": list(items)} if (
+                may_be_prompt(name) and all(_is_simple(item) for item in items)
+            ):
+                request = Request.decode(incoming.value)
+            case _:
+                return NOT_NOW
+        beside_cpu = any(request.beside.devices)
+        if request.key or request.create is not None or request.link is not None or beside_cpu:
+            return NOT_NOW
+        agent, peer, grant = self._agent, incoming.peer, incoming.grant
+        tensors = together(request.beside, {})
+        refs = IncomingRefs(agent, peer)
+        unpacker = Unpacker(request.items, tensors, agent.types, refs, agent.exposures)
+        args, kwargs = _checked([unpacker.unpack(), unpacker.unpack()])
+        unpacker.finish()
+        if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
+            return NOT_NOW
+        try:
+            value = call_operator(name, args, kwargs, max_bytes=_bound(grant))
+        except Exception as error:
+            return Answer(error=encode_exception(error)).encode()
+        packer = Packer(agent.types, Outgoing(agent, peer.node_id))
+        packer.pack(value, "the result")
+        packed = packer.packed
+        what = beside(packed.tensors)
+        key = self._parts.offer(peer.node_id, grant, packed.tensors, what) if what.apart else b""
+        return Answer(packed.items, what, key).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
         notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
@@ -253,12 +292,14 @@ class RpcService:
         values = await self._arguments(request, tensors, peer, grant)
         args, kwargs = values[-2:]
         if target.kind == "operator":
-            bound = MAX_RESULT_BYTES
-            if grant is not None and grant.quotas.max_bytes is not None:
-                bound = min(bound, grant.quotas.max_bytes)
             function: _Function = lambda: call_operator(  # noqa: E731
-                target.name, args, kwargs, max_bytes=bound
+                target.name, args, kwargs, max_bytes=_bound(grant)
             )
+            if is_prompt(target.name, args, kwargs):
+                try:
+                    return function()
+                except Exception as error:
+                    raise _Raised(error) from error
             return await self._within(
                 request, lambda: self._agent.workers.run(peer.node_id, function)
             )
@@ -306,12 +347,7 @@ class RpcService:
         values = await self._unpacked(
             request.items, tensors, peer, grant, count=count, received=received
         )
-        args, kwargs = values[-2:]
-        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-            raise ProtocolError("a call", why="its arguments are no tuple and dict")
-        if any(not isinstance(name, str) for name in kwargs):
-            raise ProtocolError("a call", why="the name of an argument is no text")
-        return values
+        return _checked(values)
 
     async def _callee(
         self, request: Request, values: list[Any], peer: PeerIdentity, grant: Grant | None
@@ -439,6 +475,27 @@ class _Raised(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
+
+
+def _checked(values: list[Any]) -> list[Any]:
+    """Return what a request holds, the last two of which must be a tuple and a dict."""
+    args, kwargs = values[-2:]
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise ProtocolError("a call", why="its arguments are no tuple and dict")
+    if any(not isinstance(name, str) for name in kwargs):
+        raise ProtocolError("a call", why="the name of an argument is no text")
+    return values
+
+
+def _is_simple(item: CborValue) -> bool:
+    """Return whether an item is a number, a text, a tensor, or what is made of those."""
+    return not isinstance(item, list) or (bool(item) and item[0] in ("t", "l", "d", "T"))
+
+
+def _bound(grant: Grant | None) -> int:
+    """Return how many bytes an operator's result may have."""
+    granted = None if grant is None else grant.quotas.max_bytes
+    return MAX_RESULT_BYTES if granted is None else min(MAX_RESULT_BYTES, granted)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ stream; an `Answer` that is an error is its last.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Self
 
@@ -24,7 +25,8 @@ from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS, has_pickle
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_LANE, lanes_of
-from transport import CborValue
+from transport import CborValue, cbor
+from transport.frames import MAX_FRAME
 
 __all__ = [
     "CALL_SERVICE",
@@ -61,6 +63,11 @@ MAX_NOTES = 1024
 
 MAX_SECONDS = 1e9
 
+SHORT_META = 128
+KEPT_METAS = 1024
+"""Descriptions of tensors up to that many bytes are kept, so many: programs send the same again and
+again, and to read one costs more than all the rest of a short message."""
+
 MAX_WANTED = 1 << 62
 """Most items of one stream."""
 
@@ -95,7 +102,7 @@ class Beside:
         found: list[CborValue] = []
         for meta, data, device in zip(self.metas, self.inline, self.devices, strict=True):
             end: list[CborValue] = [] if device is None else [device]
-            found.append([encode_meta(meta), data, *end])
+            found.append([_meta_bytes(meta), data, *end])
         return found
 
     @classmethod
@@ -106,8 +113,8 @@ class Beside:
         devices: list[str | None] = []
         for item in fields.items(name, MAX_TENSORS):
             match item:
-                case [meta, bytes() | None as data, *end] if len(end) <= 1:
-                    metas.append(decode_meta(meta))
+                case [bytes(meta), bytes() | None as data, *end] if len(end) <= 1:
+                    metas.append(_meta_of(meta) if len(meta) <= SHORT_META else _read_meta(meta))
                     devices.append(_device(fields, end[0]) if end else None)
                     if data is not None and len(data) != metas[-1].nbytes:
                         raise fields.wrong("a tensor of another length than it should have")
@@ -134,11 +141,11 @@ class Target:
 
     def encode(self) -> dict[str, CborValue]:
         """Return it as it travels."""
-        value: dict[str, CborValue] = {"kind": self.kind}
+        # In the order of deterministic CBOR, here and below: nobody has to sort it then.
+        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
+        value["kind"] = self.kind
         if self.name:
             value["name"] = self.name
-        if self.key:
-            value["key"] = self.key
         return value
 
     @classmethod
@@ -202,16 +209,14 @@ class Request:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {
-            "target": self.target.encode(),
-            "items": self.items,
-            "tensors": self.beside.encode(),
-            "seconds": self.seconds,
-        }
+        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
+        value["items"] = self.items
         if self.create is not None:
             value["create"] = self.create.encode()
-        if self.key:
-            value["key"] = self.key
+        value["target"] = self.target.encode()
+        whole = int(self.seconds)
+        value["seconds"] = whole if whole == self.seconds else self.seconds
+        value["tensors"] = self.beside.encode()
         if self.link is not None:
             value["autograd"] = self.link.encode()
         return value
@@ -224,13 +229,13 @@ class Request:
         items = fields.items("items", MAX_ITEMS)
         beside = Beside.decode(fields, "tensors")
         seconds = fields.value("seconds")
-        if not isinstance(seconds, float) or not 0 <= seconds <= MAX_SECONDS:
+        if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_SECONDS:  # type: ignore[operator]
             raise fields.wrong("'seconds' is no time limit")
         create = Fork.decode(fields.value("create")) if fields.has("create") else None
         key = _key(fields, beside)
         link = _link(fields)
         fields.finish()
-        return cls(target, items, beside, seconds, create, key, link)
+        return cls(target, items, beside, float(seconds), create, key, link)  # type: ignore[arg-type]
 
     @property
     def has_pickle(self) -> bool:
@@ -265,9 +270,9 @@ class Answer:
         """Return the message as it travels."""
         if self.error is not None:
             return {"error": self.error}
-        value: dict[str, CborValue] = {"items": self.items, "tensors": self.beside.encode()}
-        if self.key:
-            value["key"] = self.key
+        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
+        value["items"] = self.items
+        value["tensors"] = self.beside.encode()
         if self.link is not None:
             value["autograd"] = self.link.encode()
         return value
@@ -460,6 +465,18 @@ def _device(fields: Fields, value: CborValue) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_DEVICE:
         raise fields.wrong(f"a device is a name of 1 to {MAX_DEVICE} characters")
     return value
+
+
+@functools.lru_cache(KEPT_METAS)
+def _meta_bytes(meta: TensorMeta) -> bytes:
+    return cbor.encode(encode_meta(meta), max_size=MAX_FRAME)
+
+
+def _read_meta(data: bytes) -> TensorMeta:
+    return decode_meta(cbor.decode(data, max_size=MAX_FRAME))
+
+
+_meta_of = functools.lru_cache(KEPT_METAS)(_read_meta)
 
 
 def _key(fields: Fields, beside: Beside) -> bytes:

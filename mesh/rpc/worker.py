@@ -139,6 +139,19 @@ class Worker:
         begun.add_done_callback(ended)
         return future
 
+    def wait_for(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine in the node's loop and return its result; `close` ends it."""
+        if self.agent.bridge.is_here:
+            return self.agent.bridge.block_on(call)  # which says why it can't
+        begun = self.node.portal.start_task_soon(call)
+        with self._lock:
+            self._pending.add(begun)
+        try:
+            return self.agent.bridge.wait(begun)
+        finally:
+            with self._lock:
+                self._pending.discard(begun)
+
     def find(self, to: str | int | WorkerInfo | NodeId) -> NodeId:
         """Return the node of a worker.
 
