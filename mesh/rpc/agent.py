@@ -604,7 +604,9 @@ class Agent:
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
             raise
-        tensors = self.placement.answered(together(answer.beside, parts), answer.beside.devices, to)
+        tensors = await self.placement.answered(
+            together(answer.beside, parts), answer.beside.devices, to
+        )
         return await self.value_of(
             answer.items,
             tensors,

@@ -85,7 +85,7 @@ def call_quickly(
     packed = packer.packed
     if any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in packed.tensors):
         return NOT_NOW
-    what = beside(packed.tensors)
+    what = beside(packed.tensors, agent.placement.towards(to))
     if what.apart:
         return NOT_NOW
     request = Request(target, packed.items, what, seconds)
@@ -118,12 +118,14 @@ def call_quickly(
 
 async def _rest(agent: Agent, connection: Connection, to: NodeId, answer: Answer) -> Any:
     parts: Mapping[int, torch.Tensor] = await agent.fetch_parts(connection, answer)
-    tensors = agent.placement.answered(together(answer.beside, parts), answer.beside.devices, to)
+    what = answer.beside
+    tensors = await agent.placement.answered(together(what, parts), what.devices, to)
     return await agent.value_of(answer.items, tensors, connection)
 
 
 def _value_of(agent: Agent, to: NodeId, answer: Answer) -> Any:
-    tensors = agent.placement.answered(together(answer.beside, {}), answer.beside.devices, to)
+    what = answer.beside
+    tensors = agent.placement.answered_in_thread(together(what, {}), what.devices, to)
     unpacker = Unpacker(answer.items, tensors, agent.types, _NoRefs(), agent.exposures)
     value = unpacker.unpack()
     unpacker.finish()

@@ -128,8 +128,10 @@ class RemoteIterator:
             raise decode_exception(answer.error, peer=self._label, what=self._what)
         connection = self._stream.connection
         parts = await self._agent.fetch_parts(connection, answer)
-        tensors = together(answer.beside, parts)
-        tensors = self._agent.placement.answered(tensors, answer.beside.devices, self._to)
+        what = answer.beside
+        tensors = await self._agent.placement.answered(
+            together(what, parts), what.devices, self._to
+        )
         return await self._agent.value_of(answer.items, tensors, connection)
 
     async def _ask(self, stream: Stream) -> None:
