@@ -6,6 +6,7 @@ by one task in the event loop of the program's node; threads wait for what it fi
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMING_SECONDS", "Bond"]
 
-FORMING_SECONDS = 35.0
+FORMING_SECONDS = 45.0
 """For a group to be formed; nodes give up a little sooner, and say why."""
+
+_log = logging.getLogger("quicmesh.device")
 
 DOUBT_SECONDS = 0.5
 """For a peer that is said to be lost to be reached, or else its session is given up."""
@@ -108,10 +111,15 @@ class Bond:
             async with BlockingPortal() as portal:
                 self._leaving = anyio.Event()
                 self._portal = portal
-                await self._live(self._leaving)
-            failure = DeviceError("a group of devices", why="it was left")
-        except MeshError as error:
-            failure = error
+                try:
+                    await self._live(self._leaving)
+                    failure = DeviceError("a group of devices", why="it was left")
+                except MeshError as error:
+                    failure = error
+                except Exception as error:  # of one group's, and no reason to end the node
+                    _log.exception("a group of devices failed")
+                    why = f"{type(error).__name__} in this program's node"
+                    failure = DeviceError("a group of devices", why=why)
         finally:
             if not self.formed.done():
                 self.formed.set_exception(failure)
