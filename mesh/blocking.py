@@ -54,7 +54,7 @@ from transport import CborValue, Endpoint, EndpointConfig
 if TYPE_CHECKING:
     import torch
 
-    from mesh.rpc import RRef
+    from mesh.rpc import RemoteIterator, RRef
     from tensor_bridge import ProgressCallback
 
 __all__ = ["Node", "Peer", "TensorRef"]
@@ -343,9 +343,58 @@ class Peer:
             partial(self._peer.remote, function, *args, timeout=timeout, **kwargs)
         )
 
+    def stream(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Items:
+        """Call a generator function, and iterate over its items; see `mesh.Peer.stream`."""
+
+        async def begin() -> RemoteIterator:
+            return self._peer.stream(function, *args, timeout=timeout, **kwargs)
+
+        return Items(self._node, self._node.run(begin))
+
     def close(self) -> None:
         """Close the connection; see `mesh.Peer.close`."""
         self._node.run(self._peer.close)
+
+
+class Items:
+    """The items of a peer's generator, for ``for``; see `mesh.rpc.RemoteIterator`.
+
+    The generator is closed at the end of ``with``, or by `close`.
+    """
+
+    def __init__(self, node: Node, items: RemoteIterator) -> None:
+        self._node = node
+        self._items = items
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._node.run(self._items.__anext__)
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Have the generator closed; there are no more items."""
+        self._node.run(self._items.aclose)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class TensorRef:
@@ -477,13 +526,14 @@ class _LoopThread:
                 return
             if self._leave is not None:
                 portal.start_task_soon(_set, self._leave)
+            end = None if timeout is None else time.monotonic() + timeout
             try:
                 held.result(timeout)
             except (FutureTimeout, CancelledError):
                 held.cancel()
             finally:
                 portal.start_task_soon(portal.stop, True)
-                thread.join(timeout)
+                thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
 
 class _Call(Generic[_Result]):

@@ -171,6 +171,17 @@ class Home:
         machine = self.key()
         return key, Delegation.issue(machine, key.node_id, scopes, lifetime, time.time())
 
+    def renewed(self, delegation: Delegation) -> Delegation:
+        """Return the machine's word once more: for the same program, and as long, from now on.
+
+        Raises:
+            HomeError, KeyFileError: as `key`.
+        """
+        lifetime = delegation.expires_at - delegation.issued_at
+        return Delegation.issue(
+            self.key(), delegation.program, delegation.scopes, lifetime, time.time()
+        )
+
     def invite(
         self,
         addresses: tuple[SocketAddress, ...],

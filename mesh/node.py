@@ -30,6 +30,7 @@ from auth import (
 )
 from auth.authorizer import parts
 from mesh.bench import register_calls as register_bench
+from mesh.delegated import keep_delegated
 from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
@@ -284,6 +285,8 @@ class Node:
                 register_bench(endpoint)
             for keys in self._watched:
                 endpoint.start_soon(self._watch_keys, keys, endpoint)
+            if self._delegation is not None and self.home is not None:
+                endpoint.start_soon(keep_delegated, endpoint, self.home, self._delegation)
             for ticket in self._join:
                 # One list of tickets may go to every node of it.
                 if self.directory.resolve(ticket)[0].node_id != self.node_id:
@@ -450,15 +453,26 @@ class Node:
             workers: functions that block which run at a time; of the first use.
             timeout: seconds that a call may take unless it is told otherwise; of the latest.
         """
+        agent = self.begin_rpc(workers=workers)
+        await agent.ready.wait()
+        if timeout is not None:
+            agent.timeout = timeout
+        return agent
+
+    @property
+    def agent(self) -> Agent | None:
+        """What `rpc` returns, None before its first use."""
+        return self._rpc
+
+    def begin_rpc(self, *, workers: int | None = None) -> Agent:
+        """Return the same as `rpc`, which may not have begun yet: see `mesh.rpc.Agent.ready`."""
         if self._rpc is None:
             from mesh.rpc import Agent  # imports torch
             from mesh.rpc.agent import DEFAULT_WORKERS
 
-            self._rpc = Agent(self, workers=workers or DEFAULT_WORKERS)
-            self.endpoint.start_soon(self._rpc.run)
-        await self._rpc.ready.wait()
-        if timeout is not None:
-            self._rpc.timeout = timeout
+            agent = Agent(self, workers=workers or DEFAULT_WORKERS)
+            self.endpoint.start_soon(agent.run)
+            self._rpc = agent
         return self._rpc
 
     async def lane(self, connection: Connection) -> LaneStatus | None:

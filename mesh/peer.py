@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import tensor_bridge
     from mesh.node import Node
-    from mesh.rpc import RRef
+    from mesh.rpc import RemoteIterator, RRef
     from tensor_bridge import ProgressCallback, TensorClient
 
 __all__ = ["Peer", "TensorRef"]
@@ -182,6 +182,25 @@ class Peer:
         agent = await self._node.rpc()
         with self._telling():
             return await agent.remote(self.node_id, function, args, kwargs, timeout=timeout)
+
+    def stream(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> RemoteIterator:
+        """Call a generator function that the peer exposes, and return its items as they come.
+
+        Use it as ``async for line in peer.stream("app.tail", "log")``.
+
+        Args:
+            function: itself, or its name; async or not.
+            args, kwargs: what to call it with.
+            timeout: seconds for each item; 0 for no limit.
+        """
+        agent = self._node.begin_rpc()
+        return agent.stream(self.node_id, function, args, kwargs, timeout=timeout)
 
     async def close(self) -> None:
         """Close the connection, once what was sent is acknowledged. A later use dials again."""

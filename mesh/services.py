@@ -7,6 +7,7 @@ call                scope    answers
 ``node.announce``   node     takes the caller's addresses, answers this node's: both can dial then
 ``node.status``     admin    the above, every peer with state, path, round trip, bytes; tables
 ``node.ping_peer``  admin    pings a peer from here: path and round trip, or the error
+``node.refs``       admin    the remote references here and at connected peers; see mesh.rpc.listing
 ==================  =======  ===================================================================
 """
 
@@ -63,6 +64,7 @@ def register_services(node: Node) -> None:
         "node.announce": (_take_announcement, SCOPE),
         "node.status": (_status, ADMIN),
         "node.ping_peer": (_ping_peer, ADMIN),
+        "node.refs": (_refs, ADMIN),
     }
     for name, (answer, scope) in calls.items():
         node.endpoint.register_call(name, functools.partial(answer, node), scope=scope)
@@ -188,6 +190,12 @@ async def _ping_peer(node: Node, request: Incoming) -> CborValue:
         return await ping(node, target, count, timeout)
     except MeshError as error:
         return {"error": error_value(error)}
+
+
+async def _refs(node: Node, request: Incoming) -> CborValue:
+    from mesh.rpc.listing import references_around  # imports torch
+
+    return await references_around(node, node.agent, request.peer.node_id)
 
 
 async def _take_announcement(node: Node, request: Incoming) -> CborValue:

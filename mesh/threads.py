@@ -26,9 +26,11 @@ class OpThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._queue: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
+        self._drainers = 0
         self._busy = False
         self._closed = False
 
@@ -52,7 +54,7 @@ class OpThread:
 
         What is submitted meanwhile comes after that task.
         """
-        with self._condition:
+        with self._lock:
             if self._closed or self._busy or self._queue:
                 return False
             self._busy = True
@@ -60,14 +62,19 @@ class OpThread:
 
     def release(self) -> None:
         """Go on after a claim."""
-        with self._condition:
+        with self._lock:
             self._busy = False
-            self._condition.notify_all()
+            if self._queue or self._closed or self._drainers:
+                self._condition.notify_all()
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing is queued or running; return whether that came within `timeout`."""
         with self._condition:
-            return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
+            self._drainers += 1
+            try:
+                return self._condition.wait_for(self._is_idle, timeout)
+            finally:
+                self._drainers -= 1
 
     def close(self, timeout: float) -> bool:
         """End after what is queued; return whether the thread was gone within `timeout`."""
@@ -93,6 +100,9 @@ class OpThread:
             finally:
                 del task  # and the tensors that it holds
                 self.release()
+
+    def _is_idle(self) -> bool:
+        return not self._queue and not self._busy
 
     def _has_news(self) -> bool:
         return not self._busy and (bool(self._queue) or self._closed)

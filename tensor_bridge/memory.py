@@ -9,14 +9,23 @@ from __future__ import annotations
 import ctypes
 import mmap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 
-from tensor_bridge.codec import Quantization, TensorMeta, describe, memory_order
+from tensor_bridge.codec import Quantization, TensorMeta, describe, is_plain, memory_order
 from tensor_bridge.errors import QuotaExceeded, TensorChanged, UnsupportedTensor
 
-__all__ = ["CHUNK_BYTES", "Payload", "allocate", "chunks", "new_storage", "tensor_bytes"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Payload",
+    "allocate",
+    "chunks",
+    "copied",
+    "filled",
+    "new_storage",
+    "tensor_bytes",
+]
 
 CHUNK_BYTES = 256 * 1024
 """Bytes handled per turn of the event loop: so many that the cost of a turn does not show, so few
@@ -85,6 +94,16 @@ def chunks(tensor: torch.Tensor, meta: TensorMeta, offset: int = 0) -> Iterator[
         yield _span(gathered, gathered.data_ptr(), size)[skip:]
 
 
+def copied(tensor: torch.Tensor, meta: TensorMeta) -> bytes:
+    """Return the bytes of a small tensor, in one piece. Arguments and errors as `chunks`."""
+    if not is_plain(tensor):
+        return b"".join(chunks(tensor, meta))
+    end = tensor.storage_offset() * tensor.dtype.itemsize + meta.nbytes
+    if tensor.untyped_storage().nbytes() < end:
+        raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
+    return ctypes.string_at(tensor.data_ptr(), meta.nbytes)
+
+
 class Payload:
     """A tensor's bytes from an offset on, for a lane to send.
 
@@ -106,6 +125,22 @@ class Payload:
     def pieces(self) -> Iterator[memoryview]:
         """Yield them piece by piece, as `chunks` does."""
         return chunks(self._tensor, self._meta, self._offset)
+
+    def spans(self, size: int) -> Generator[memoryview]:
+        """Yield them in parts of at most `size`: not copied, where they lie in one span.
+
+        Raises:
+            TensorChanged: the tensor's memory was resized or replaced meanwhile.
+        """
+        whole = self.whole()
+        if whole is None:
+            for piece in self.pieces():
+                yield from (piece[start : start + size] for start in range(0, len(piece), size))
+            return
+        for start in range(0, len(whole), size):
+            if not self.is_intact():
+                raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
+            yield whole[start : start + size]
 
     def whole(self) -> memoryview | None:
         """Return them all as they lie in memory, None if they don't lie there in one span.
@@ -144,6 +179,22 @@ def allocate(meta: TensorMeta, storage: torch.UntypedStorage | None = None) -> t
     with torch.inference_mode(False):
         tensor = _empty(meta).set_(storage, 0, meta.shape, meta.strides)
         return tensor.requires_grad_(meta.requires_grad)
+
+
+def filled(meta: TensorMeta, data: bytes) -> torch.Tensor:
+    """Return a new CPU tensor of the elements in `data`, as many bytes as `meta` has.
+
+    Raises:
+        QuotaExceeded: as `allocate`.
+    """
+    is_ordered = meta.order == tuple(range(len(meta.shape))) and meta.quantization is None
+    if not is_ordered or torch.is_inference_mode_enabled():
+        tensor = allocate(meta)
+        tensor_bytes(tensor)[:] = data
+        return tensor
+    tensor = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+    ctypes.memmove(tensor.data_ptr(), data, meta.nbytes)
+    return tensor.requires_grad_() if meta.requires_grad else tensor
 
 
 def new_storage(nbytes: int) -> torch.UntypedStorage:

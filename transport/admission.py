@@ -42,9 +42,9 @@ DENIAL_LINGER = 1.0
 """How long a refused peer may take to read why, in seconds."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Admission:
-    """Who we are, and who decides about others."""
+    """Who we are, and who decides about others. The delegation may be renewed."""
 
     node_id: NodeId
     boot: bytes

@@ -51,7 +51,14 @@ from transport.protocol.events import Event
 from transport.protocol.hello import BOOT_ID_LENGTH
 from transport.protocol.turns import Turns
 from transport.reception import Reception
-from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
+from transport.renewal import RENEWAL_CALL, RENEWAL_SCOPE, Renewal
+from transport.services import (
+    AlpnHandler,
+    CallHandler,
+    PromptHandler,
+    ServiceTable,
+    StreamHandler,
+)
 from transport.udp import UdpSocket
 from transport.whereabouts import MAX_ADDRESSES, Whereabouts
 
@@ -128,6 +135,8 @@ class Endpoint:
             request_timeout=self.config.handshake_timeout,
             authorizer_timeout=self.config.authorizer_timeout,
         )
+        self._renewal = Renewal(self._admission)
+        self._services.register_call(RENEWAL_CALL, self._renewal.serve, scope=RENEWAL_SCOPE)
         self._turns = Turns()
         self._reception = Reception(self._services.serve, self._turns)
         self._protocols = ProtocolTable(MESH_ALPN)
@@ -257,11 +266,18 @@ class Endpoint:
         """
         self._services.register(name, handler, scope=scope)
 
-    def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
-        self._services.register_call(name, handler, scope=scope)
+    def register_call(
+        self, name: str, handler: CallHandler, *, scope: str, prompt: PromptHandler | None = None
+    ) -> None:
+        """Offer a call, one value in and one value out, to peers whose grant covers `scope`.
 
-    async def answer(self, connection: Connection, request: bytes) -> bytes | None:
+        `prompt` answers at once what it can of what comes by a `Carrier`.
+        """
+        self._services.register_call(name, handler, scope=scope, prompt=prompt)
+
+    def begin_answer(
+        self, connection: Connection, request: bytes
+    ) -> bytes | Coroutine[Any, Any, bytes | None]:
         """Serve a call that came otherwise than on a stream of `connection`, from its peer.
 
         For a `Carrier`. The peer's grant and the authorizer are asked as for a stream.
@@ -271,9 +287,10 @@ class Endpoint:
             request: the body of its request frame.
 
         Returns:
-            The body of the reply frame, also of an error; None for what has to come on a stream.
+            The body of the reply frame, also of an error, if that takes no waiting; else what is to
+            be awaited for it. That is None for what has to come on a stream.
         """
-        return await self._services.answer(connection, request)
+        return self._services.begin_answer(connection, request)
 
     def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:
         """Offer all calls ``NAME:WORD``, each to peers whose grant covers ``SCOPE:WORD``."""
@@ -405,6 +422,17 @@ class Endpoint:
             except MeshError:
                 continue  # it has ended meanwhile
             self._services.enforce(connection)
+
+    async def present(self, delegation: Delegation) -> None:
+        """Act under `delegation` from now on: tell peers that are connected, and those to come.
+
+        For a program that runs for longer than its machine's first statement holds. A peer that
+        does not take it is logged; what it grants ends when it would have ended.
+
+        Raises:
+            IdentityError: it is for another key, or not valid now.
+        """
+        await self._renewal.present(delegation, tuple(self._connections.values()))
 
     # -- connections
 

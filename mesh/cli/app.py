@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from auth import MeshError
-from mesh.cli import bench, identity, launch, peers, running
+from mesh.cli import bench, identity, launch, peers, refs, running
 from mesh.cli.signals import INTERRUPTED, interruptible
 from mesh.home import ENVIRONMENT, Home
 from mesh.version import version
@@ -116,5 +116,5 @@ def _ask_passphrase(key: Path) -> str | None:
         return getpass.getpass(f"Passphrase of {key}: ")
 
 
-for _commands in (identity, running, launch, peers, bench):
+for _commands in (identity, running, launch, peers, refs, bench):
     _commands.add_to(app)

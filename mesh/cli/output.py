@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["JsonOption", "bytes_text", "json_out", "lane_text", "rtt_text", "table", "time_text"]
+__all__ = [
+    "JsonOption",
+    "age_text",
+    "bytes_text",
+    "json_out",
+    "lane_text",
+    "rtt_text",
+    "table",
+    "time_text",
+]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 """On every verb that reads."""
@@ -71,3 +80,10 @@ def bytes_text(count: int | None) -> str:
 def time_text(unix: float | None) -> str:
     """Write a moment in local time, to the minute."""
     return "-" if unix is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
+
+
+def age_text(seconds: float) -> str:
+    """Write how long something has been there: ``12 s``, ``3 min``, ``5.1 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -25,6 +25,7 @@ __all__ = [
     "Check",
     "Exchange",
     "Header",
+    "Messages",
     "Signature",
     "Transfer",
 ]
@@ -149,8 +150,8 @@ class Transfer:
             callback(self)
 
 
-class Exchange(Protocol):
-    """Messages among the ranks of one group. All methods may be called from any thread."""
+class Messages(Protocol):
+    """What operations that all ranks take part in need. Methods may be called from any thread."""
 
     @property
     def rank(self) -> int:
@@ -214,6 +215,16 @@ class Exchange(Protocol):
         Deadlines as for `post_send`.
         """
 
+    def fail(self, error: CollectiveError) -> None:
+        """Break the group: fail all transfers, now and later, and tell the other ranks why."""
+
+    def close(self, timeout: float) -> None:
+        """Leave the group: send what was posted, within `timeout` seconds, and say goodbye."""
+
+
+class Exchange(Messages, Protocol):
+    """Messages among the ranks of one group, tagged ones included."""
+
     def post_receive_any(
         self,
         channel: Channel,
@@ -226,9 +237,3 @@ class Exchange(Protocol):
         The transfer's ``peer`` tells from whom. Receives that name a rank come first. `check` is
         called with the rank.
         """
-
-    def fail(self, error: CollectiveError) -> None:
-        """Break the group: fail all transfers, now and later, and tell the other ranks why."""
-
-    def close(self, timeout: float) -> None:
-        """Leave the group: send what was posted, within `timeout` seconds, and say goodbye."""

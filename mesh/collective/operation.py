@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from mesh.collective.errors import (
     CollectiveTimeout,
     RankFailed,
 )
-from mesh.collective.exchange import COLLECTIVE, Check, Exchange, Header, Signature, Transfer
+from mesh.collective.exchange import COLLECTIVE, Check, Header, Messages, Signature, Transfer
 
 __all__ = ["Operation", "expect"]
 
@@ -34,19 +35,19 @@ class Operation:
     """
 
     def __init__(
-        self, exchange: Exchange, signature: Signature, sequence: int, deadline: float
+        self, exchange: Messages, signature: Signature, sequence: int, deadline: float
     ) -> None:
         self.exchange = exchange
         self.rank = exchange.rank
         self.size = exchange.size
-        self.others = tuple(rank for rank in range(exchange.size) if rank != exchange.rank)
+        self.others = _others(exchange.rank, exchange.size)
         self.signature = signature
         self.sequence = sequence
         self.deadline = deadline
         self.board = exchange.board
         self.hosts = exchange.hosts
-        self._members: Sequence[int] = range(exchange.size)
-        self._began = time.monotonic()
+        self._members: Sequence[int] = range(self.size)
+        self.began = time.monotonic()
         self._sends: dict[int, list[Transfer]] = defaultdict(list)
         self._receives: dict[int, list[Transfer]] = defaultdict(list)
 
@@ -77,7 +78,7 @@ class Operation:
         part = copy.copy(self)
         part._members = members
         part.rank, part.size = members.index(self.rank), len(members)
-        part.others = tuple(each for each in range(part.size) if each != part.rank)
+        part.others = _others(part.rank, part.size)
         part.board = part.hosts = None
         return part
 
@@ -124,7 +125,7 @@ class Operation:
 
     def elapsed(self) -> float:
         """Return the seconds since the operation began."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self.began
 
     def timeout(self, ranks: Sequence[int]) -> CollectiveTimeout:
         """Return the error for a deadline that passed while `ranks` were awaited."""
@@ -160,11 +161,16 @@ class Operation:
         return tuple(sorted(absent))
 
 
+@functools.lru_cache(maxsize=1024)
+def _others(rank: int, size: int) -> tuple[int, ...]:
+    return tuple(each for each in range(size) if each != rank)
+
+
 def _arrived(transfer: Transfer) -> bool:
     return transfer.done and transfer.error is None
 
 
-def expect(expected: Header, peer: int, exchange: Exchange, what: str) -> Check:
+def expect(expected: Header, peer: int, exchange: Messages, what: str) -> Check:
     """Return a check that refuses any message of `peer` but the one that `expected` describes."""
 
     def check(found: Header) -> None:

@@ -7,6 +7,7 @@ so that a result depends on the inputs alone: not on timing, nor on who computes
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -48,6 +49,7 @@ _WIDER = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
 def refuse_unless_reducible(dtype: torch.dtype, op: Reduction) -> None:
     """Raise unless `op` makes sense for elements of `dtype`.
 
@@ -83,21 +85,24 @@ def refuse_unless_reducible(dtype: torch.dtype, op: Reduction) -> None:
         )
 
 
-def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
+def reduce_into(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction, *, is_apart: bool = False
+) -> None:
     """Write the reduction of `parts`, folded from the first to the last, to `out`.
 
     Args:
         out: one-dimensional; may be one of the parts.
         parts: at least one, of the dtype and length of `out`.
         op: permitted for this dtype by `refuse_unless_reducible`.
+        is_apart: no part lies where `out` does, but for one of the first two: not looked for then.
     """
     if out.dtype is torch.uint64:
         out = out.view(torch.int64)
         parts = [part.view(torch.int64) for part in parts]
     kind = accumulator(out.dtype, op)
     fold = (_FOLDS_OF_BOOL if out.dtype is torch.bool else _FOLDS)[op]
-    is_direct = kind is out.dtype and len(parts) > 1 and _can_hold_total(out, parts)
-    if is_direct:
+    is_direct = kind is out.dtype and len(parts) > 1
+    if is_direct and (is_apart or _can_hold_total(out, parts)):
         total, rest = out, parts[2:]
         fold(parts[0], parts[1], out=total)
     else:

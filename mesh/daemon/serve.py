@@ -97,7 +97,12 @@ class Daemon:
             if self.devices:
                 from mesh.device import DeviceService
 
-                service = DeviceService(node.endpoint, self.devices, store=node.store)
+                service = DeviceService(
+                    node.endpoint,
+                    self.devices,
+                    store=node.store,
+                    shared_memory=node.shared_memory,
+                )
                 node.offer(await stack.enter_async_context(service))
             stack.enter_context(_run_file(self.home.run_path, node))
             tasks = await stack.enter_async_context(helpers())

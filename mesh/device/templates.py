@@ -26,6 +26,8 @@ __all__ = [
     "MOVE",
     "READ",
     "SET_RNG",
+    "START",
+    "TAKE",
     "WAIT",
     "Argument",
     "DeviceOf",
@@ -58,7 +60,10 @@ WAIT = "mesh::wait"
 GET_RNG, SET_RNG = "mesh::get_rng", "mesh::set_rng"
 """Asked: the state of a device's random numbers; run: takes it from a tensor of bytes."""
 
-_OWN = frozenset({ALLOCATE, MOVE, READ, WAIT, GET_RNG, SET_RNG})
+START, TAKE = "mesh::start", "mesh::take"
+"""An operation of a group of devices (`mesh.device.groups`): its start, and its results."""
+
+_OWN = frozenset({ALLOCATE, MOVE, READ, WAIT, GET_RNG, SET_RNG, START, TAKE})
 
 MAX_TEMPLATE = 1 << 19
 """Bytes of an encoded template: one update of a thousand parameters takes 150,000."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mesh.collective import CollectiveError, Signature
+from mesh.distributed.steps import Step
 
 __all__ = ["Flight", "FlightRecorder"]
 
@@ -33,7 +34,7 @@ class Flight:
     """One operation: what was called, and how far it got. Times are of ``time.monotonic``."""
 
     sequence: int
-    signature: str
+    signature: Signature
     issued: float
     started: float | None = None
     ended: float | None = None
@@ -44,7 +45,7 @@ class Flight:
         state = "done" if self.ended else "running" if self.started else "queued"
         return {
             "sequence": self.sequence,
-            "operation": self.signature,
+            "operation": str(self.signature),
             "state": "failed" if self.error else state,
             "issued_seconds_ago": round(now - self.issued, 6),
             "took_seconds": round((self.ended or now) - (self.started or self.issued), 6),
@@ -67,10 +68,10 @@ class FlightRecorder:
         self._lock = threading.Lock()
         self._path: str | None = None
 
-    def issue(self, sequence: int, signatures: Sequence[Signature]) -> list[Flight]:
+    def issue(self, sequence: int, steps: Sequence[Step]) -> list[Flight]:
         """Take note of operations that were called, and return their entries."""
         now = time.monotonic()
-        flights = [Flight(sequence + at, str(one), now) for at, one in enumerate(signatures)]
+        flights = [Flight(sequence + at, one.signature, now) for at, one in enumerate(steps)]
         self._flights.extend(flights)
         return flights
 

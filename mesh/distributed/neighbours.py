@@ -19,7 +19,8 @@ import time
 from anyio.from_thread import BlockingPortal
 
 from auth import MeshError, NodeId
-from mesh.collective import Exchange, Hosts, Operation, Signature
+from mesh.collective import Hosts, Operation, Signature
+from mesh.collective.exchange import Messages
 from mesh.collective.host import MAX_PLACES
 from mesh.distributed.hosting import OFFER_BYTES, Reception, join_memory
 from tensor_bridge.lanes.shared.host import ASKER, FACTS, MARK_BYTES, apart, here, unavailable
@@ -40,7 +41,7 @@ _log = logging.getLogger("quicmesh.collective")
 
 def share_memory(
     portal: BlockingPortal,
-    exchange: Exchange,
+    exchange: Messages,
     nodes: tuple[NodeId, ...],
     nonce: bytes,
     *,
@@ -132,7 +133,7 @@ def _agree(leader_of: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
 class _Meeting:
     """What ranks tell each other before the first operation."""
 
-    def __init__(self, exchange: Exchange, deadline: float) -> None:
+    def __init__(self, exchange: Messages, deadline: float) -> None:
         self._exchange = exchange
         self._deadline = deadline
         self._sequence = -1

@@ -9,7 +9,8 @@ Rules learned the hard way, all of them about torch's C++ side:
   of the same group. So futures are never completed on the group's operation thread; a waiter that
   finds its operation over completes the future itself.
 
-Most works are only waited for: there is no future until somebody asks for one.
+Most works are only waited for, if that: there is no future, and nothing to wait on, until somebody
+asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch.distributed import Work
 
 from mesh.collective import CollectiveTimeout
+from mesh.distributed.streams import Turn
 
 __all__ = ["MeshWork"]
 
@@ -39,28 +41,30 @@ class MeshWork(Work):
         what: the operation, for messages.
         result: what ``result()`` and the future give: the caller's tensors.
         deadline: when the operation ends by itself at the latest, on ``time.monotonic``'s clock.
+        turns: its places among the streams of devices that its tensors are on.
 
     Attributes:
         what: as given.
         deadline: as given.
+        turns: as given.
         source: for a receive that is over, the rank it is from; else -1.
         began: when it was issued.
     """
 
-    def __init__(self, what: str, result: Any, deadline: float) -> None:
+    def __init__(self, what: str, result: Any, deadline: float, turns: Sequence[Turn] = ()) -> None:
         super().__init__()
         self.what = what
         self.deadline = deadline
+        self.turns = turns
         self.source = -1
         self._result = result
         self.began = time.monotonic()
         self._ended: float | None = None
         self._error: BaseException | None = None
         self._is_over = False
-        self._latch = threading.Lock()
-        self._latch.acquire()
+        self._latch: threading.Lock | None = None
         self._lock = threading.Lock()
-        self._claim = threading.Lock()
+        self._claim: threading.Lock | None = None
         self._base: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -75,19 +79,8 @@ class MeshWork(Work):
         Raises:
             CollectiveError: the operation failed, or did not end in time.
         """
-        seconds = timeout.total_seconds()
-        end = self.deadline + GRACE_SECONDS
-        if seconds > 0:
-            end = min(end, time.monotonic() + seconds)
         if not self._is_over:
-            left = min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-            if not self._latch.acquire(timeout=left):
-                raise CollectiveTimeout(
-                    f"wait for {self.what}",
-                    after=time.monotonic() - self.began,
-                    why="timed out while the operation goes on",
-                )
-            self._latch.release()  # the next waiter's turn
+            self._await_end(timeout.total_seconds())
         future = self._future_if_any()
         if future is not None:
             self.complete()
@@ -95,7 +88,28 @@ class MeshWork(Work):
                 future.wait()
         if self._error is not None:
             raise self._error
+        for turn in self.turns:
+            turn.follow()
         return True
+
+    def _await_end(self, seconds: float) -> None:
+        now = time.monotonic()
+        end = self.deadline + GRACE_SECONDS
+        if seconds > 0:
+            end = min(end, now + seconds)
+        with self._lock:
+            if self._is_over:
+                return
+            if self._latch is None:
+                self._latch = threading.Lock()
+                self._latch.acquire()
+        if not self._latch.acquire(timeout=min(max(end - now, 0.0), threading.TIMEOUT_MAX)):
+            raise CollectiveTimeout(
+                f"wait for {self.what}",
+                after=time.monotonic() - self.began,
+                why="timed out while the operation goes on",
+            )
+        self._latch.release()  # the next waiter's turn
 
     def synchronize(self) -> None:
         """Wait as `wait` does."""
@@ -126,14 +140,15 @@ class MeshWork(Work):
         return self.source
 
     def block_current_stream(self) -> None:
-        """Wait as `wait` does: results on the CPU have no stream to block."""
+        """Wait as `wait` does."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the caller's tensors, or of the error."""
         with self._lock:
             if self._future is None:
-                self._base = torch.futures.Future()
+                self._claim = threading.Lock()
+                self._base = _future_of([turn.device for turn in self.turns])
                 self._future = self._base.then(self._outcome)
             future, is_over = self._future, self._is_over
         if is_over:
@@ -154,13 +169,17 @@ class MeshWork(Work):
             self._error = error
             self._ended = time.monotonic()
             self._is_over = True
-        self._latch.release()
+            if self._latch is not None:
+                self._latch.release()
         if self._future is not None:
             submit(self.complete)
 
     def complete(self) -> None:
         """Complete the future, unless another thread already does."""
-        if self._base is not None and self._claim.acquire(blocking=False):
+        if self._claim is not None and self._claim.acquire(blocking=False):
+            assert self._base is not None
+            for turn in self.turns:  # the future's value is ready by this thread's streams
+                turn.follow()
             self._base.set_result(None)
 
     def _future_if_any(self) -> torch.futures.Future[Any] | None:
@@ -171,3 +190,7 @@ class MeshWork(Work):
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def _future_of(devices: list[torch.device]) -> torch.futures.Future[Any]:
+    return torch.futures.Future(devices=devices)  # type: ignore[arg-type]  # as it documents

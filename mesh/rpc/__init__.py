@@ -12,26 +12,42 @@ exceptions         how what was raised comes back
 wire               the messages
 owned, holding     the two sides of a reference: its owner's, and its holder's
 reference, passing `RRef`, and how one travels
+modules            modules elsewhere: what `mesh.nn` is
 carriage           tensors on their way
+placement          which device they are put on
 workers, bridge    threads for functions that block, and the way between them and the loop
 service, agent     answering calls, and making them
-api, roster        `init_rpc` and what follows it, and who takes part
+streams            what a peer's generator yields, at its reader
+serve_stream       the same at the callee, and `sources`, the generators
+listing            what there is of references, for people
+api, worker        `init_rpc` and what follows it, and what it makes of a program
+roster, ending     who takes part, and how all of them end together
+backends, options  what `init_rpc` can be told
+activity           what is under way
 =================  ===========================================================================
 """
 
 from __future__ import annotations
 
 from mesh.rpc import functions
+from mesh.rpc import modules as _modules  # noqa: F401 - for peers to find them
 from mesh.rpc.agent import Agent
 from mesh.rpc.api import (
     get_rpc_timeout,
     get_worker_info,
     init_rpc,
     is_available,
+    references,
     remote,
     rpc_async,
     rpc_sync,
     shutdown,
+)
+from mesh.rpc.backends import (
+    BackendType,
+    backend_registered,
+    construct_rpc_backend_options,
+    register_backend,
 )
 from mesh.rpc.errors import (
     NotExposed,
@@ -43,10 +59,11 @@ from mesh.rpc.errors import (
     Unsendable,
 )
 from mesh.rpc.exposed import Exposures, expose, exposed
-from mesh.rpc.options import MeshRpcBackendOptions
+from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
 from mesh.rpc.owned import RefLimits, RefRow
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import WorkerInfo
+from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, register_type
 
 __all__ = [
@@ -66,11 +83,18 @@ __all__ = [
     "get_worker_info",
     "get_rpc_timeout",
     "is_available",
+    "references",
     "WorkerInfo",
+    "RpcBackendOptions",
     "MeshRpcBackendOptions",
+    "BackendType",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "register_backend",
     # calls and references
     "Agent",
     "RRef",
+    "RemoteIterator",
     "RefLimits",
     "RefRow",
     # errors

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import anyio
 import torch
 
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
+from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
-from mesh.rpc.carriage import beside, fetch_part, send_part, together
-from mesh.rpc.errors import RefLost, RpcError
+from mesh.rpc.carriage import beside, fetch_part, together, with_parts
+from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
-from mesh.rpc.holding import Held, Holdings
+from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
 from mesh.rpc.limits import limit
+from mesh.rpc.listing import register_listing
 from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
 from mesh.rpc.passing import Incoming, Outgoing, held
 from mesh.rpc.pickled import may_unpickle
+from mesh.rpc.placement import Placement
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
+from mesh.rpc.sources import Source
+from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packer, Unpacker
+from mesh.rpc.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.wire import (
     CALL_SERVICE,
     REFS_SERVICE,
@@ -46,11 +52,14 @@ from transport import (
     PeerLeft,
     PeerRevoked,
     ProtocolError,
+    Stream,
     TransportError,
 )
 
 if TYPE_CHECKING:
     from mesh.node import Node
+
+_Ready: TypeAlias = tuple[Outgoing, Packed]
 
 __all__ = ["DEFAULT_TIMEOUT", "DEFAULT_WORKERS", "Agent"]
 
@@ -65,9 +74,6 @@ GRACE = 1.0
 
 MAX_HINTS = 1024
 """Owners of whom only another peer has said where they are."""
-
-PART_GRACE = 0.5
-"""Seconds that a call has to say why a part of it was refused."""
 
 
 class Agent:
@@ -87,7 +93,10 @@ class Agent:
     Attributes:
         pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
         ready: set once it answers.
+        abandoned: streams of items that nobody reads any more, and that are to be given up.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
+        activity: what is under way.
+        placement: which devices tensors are put on.
     """
 
     def __init__(
@@ -100,6 +109,8 @@ class Agent:
         timeout: float = DEFAULT_TIMEOUT,
         limits: RefLimits | None = None,
     ) -> None:
+        from mesh.autograd.participant import Autograd  # which stands on calls
+
         self.timeout = timeout
         self.pickles = False
         self.exposures = exposures
@@ -107,26 +118,37 @@ class Agent:
         self.owned = OwnerTable(limits or RefLimits())
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
+        self.activity = Activity()
+        self.placement = Placement()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
+        self.autograd = Autograd(self, (limits or RefLimits()).lease)
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
+        self.abandoned: deque[Stream] = deque()
+        self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
+        self._clock = 0.0
         self.ready = anyio.Event()
 
     async def run(self) -> None:
         """Answer peers, and see to the references between them and this node, until cancelled."""
         endpoint = self._node.endpoint
         self.lanes = self._node.lanes
+        self._clock = anyio.current_time() - time.monotonic()
         self._service.register(endpoint)
+        register_listing(self, endpoint)
+        self.autograd.register(endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
+                self._tasks.start_soon(self._give_up)
+                self._tasks.start_soon(self.autograd.run)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
@@ -145,8 +167,8 @@ class Agent:
         return self._node.label(node_id)
 
     def references(self) -> tuple[RefRow, ...]:
-        """Return every value of this node's that others have references to."""
-        return self.owned.rows(anyio.current_time())
+        """Return every value of this node's that others have references to. For threads too."""
+        return self.owned.rows(self.now())
 
     # -- calls
 
@@ -174,8 +196,48 @@ class Agent:
             Exception: what the function raised, of the same class if that is known here.
             MeshError: the peer can't be reached, refuses, or was lost meanwhile.
         """
-        target = self._target(function)
+        target = self.target(function)
         return await self._ask(to, target, args, kwargs or {}, timeout, function=function)
+
+    def prepare(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Callable[[], Coroutine[Any, Any, Any]]:
+        """Return what makes a `call`, once, of arguments that are taken as they are now.
+
+        For threads too.
+
+        Raises:
+            Unsendable: as `call`.
+        """
+        target, seconds = self.target(function), self.seconds(timeout)
+        ready = self._pack(to, target, args, kwargs or {}, function)
+        return lambda: self._ask(to, target, (), {}, seconds, ready=ready)
+
+    def prepare_method(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Callable[[], Coroutine[Any, Any, Any]]:
+        """Return the same of `invoke`. For threads too."""
+        target, seconds = self._target_at(ref, "method", method), self.seconds(timeout)
+        ready = self._pack(ref.owner_id, target, args, kwargs or {}, None)
+
+        async def ask() -> Any:
+            if ref.created is not None:
+                await self.bridge.until_done(ref.created)
+            return await self._ask(ref.owner_id, target, (), {}, seconds, ready=ready)
+
+        return ask
 
     async def remote(
         self,
@@ -219,12 +281,8 @@ class Agent:
 
         For threads too: the reference can be used at once, and waits for the rest.
         """
-        target = self._target(function)
-
-        async def found() -> Target:
-            return target
-
-        return self._order(to, found, args, kwargs or {}, timeout, function)
+        target = self.target(function)
+        return self._order(to, target, args, kwargs or {}, timeout, function=function)
 
     def order_method(
         self,
@@ -236,9 +294,8 @@ class Agent:
         timeout: float | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
         """Return the same as `order`, of a method of a reference's value, at its owner."""
-        return self._order(
-            ref.owner_id, lambda: self._at(ref, "method", method), args, kwargs or {}, timeout
-        )
+        target = self._target_at(ref, "method", method)
+        return self._order(ref.owner_id, target, args, kwargs or {}, timeout, after=ref)
 
     async def invoke(
         self,
@@ -258,17 +315,60 @@ class Agent:
         target = await self._at(ref, "method", method)
         return await self._ask(ref.owner_id, target, args, kwargs or {}, timeout)
 
+    def stream(
+        self,
+        to: NodeId,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> RemoteIterator:
+        """Call a generator function at a peer, and return its items as they come.
+
+        Args:
+            to, function, args, kwargs: as `call`; it may be an async generator as well.
+            timeout: seconds for each item, the first with all that goes before it; 0 for no limit.
+                The peer's loss ends the wait anyway.
+        """
+        target = self.target(function)
+
+        async def found() -> Target:
+            return target
+
+        seconds = self.seconds(timeout)
+        return RemoteIterator(self, to, found, args, kwargs or {}, seconds, function)
+
+    def stream_method(
+        self,
+        ref: RRef[Any],
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> RemoteIterator:
+        """Return the same as `stream`, of a method of a reference's value, at its owner."""
+        return RemoteIterator(
+            self,
+            ref.owner_id,
+            lambda: self._at(ref, "method", method),
+            args,
+            kwargs or {},
+            self.seconds(timeout),
+        )
+
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
         if isinstance(ref.state, Owned):
-            with limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
+            with limit(self.seconds(timeout), "fetch of a reference", self.label(self.node_id)):
                 return await self.bridge.until_done(ref.state.outcome)
         target = await self._at(ref, "fetch")
         return await self._ask(ref.owner_id, target, (), {}, timeout)
 
     def own(self, value: Any) -> RRef[Any]:
         """Return a reference to a value of this node's own. For threads too."""
-        owned = Owned(new_id(), time.monotonic())
+        owned = Owned(new_id(), self.now())
         owned.outcome.set_result(value)
         return RRef._of(self, owned)
 
@@ -281,7 +381,7 @@ class Agent:
             RefLost: what was to be shared is gone there.
             MeshError: it may not have heard.
         """
-        connection = await self._connected(owner)
+        connection = await self.connected(owner)
         match await connection.call(REFS_SERVICE, notes.encode()):
             case {"unknown": list(unknown)}:
                 pass
@@ -325,6 +425,15 @@ class Agent:
             raise RefLost("use of a remote reference", why="there is no such value here")
         return owned
 
+    async def send_gradients(self, to: NodeId, what: tuple[Any, ...]) -> None:
+        """Send gradients to a participant of a backward; see `mesh.autograd`. Raises as `call`."""
+        await self._ask(to, Target("gradients"), what, {}, None)
+
+    async def backward_at(self, ref: RRef[Any], context: int, retain_graph: bool) -> None:
+        """Have the owner of a reference go backward from its value. Raises as `invoke`."""
+        target = await self._at(ref, "backward")
+        await self._ask(ref.owner_id, target, (context, retain_graph), {}, None)
+
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""
         endpoint = self._node.endpoint
@@ -335,28 +444,106 @@ class Agent:
         self._tasks.start_soon(function)
 
     def watch(self) -> None:
-        """Have it looked again when something here is over: something new may be."""
-        self._wake_lapse.set()
+        """Have it looked again when something here is over: something new may be. For threads."""
+        self.bridge.call_soon(lambda: self._wake_lapse.set())
+
+    def now(self) -> float:
+        """Return the time on the loop's clock. For threads too."""
+        return time.monotonic() + self._clock
+
+    # -- for streams of items
+
+    def packed(
+        self,
+        target: Target,
+        outgoing: Outgoing,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        function: object,
+    ) -> Packed:
+        """Return what a request says beside its target. Raises `Unsendable`."""
+        packer = Packer(self.types, outgoing, pickles=self.pickles)
+        if target.kind == "pickled":
+            packer.pack(function, "the function")
+        packer.pack(tuple(args), "args")
+        packer.pack(dict(kwargs), "kwargs")
+        return packer.packed
+
+    async def value_of(
+        self,
+        items: list[CborValue],
+        tensors: Sequence[torch.Tensor],
+        connection: Connection,
+        *,
+        received: Received | None = None,
+    ) -> Any:
+        """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
+        unpacker = Unpacker(
+            items,
+            tensors,
+            self.types,
+            Incoming(self, connection.peer),
+            self.exposures,
+            pickles=may_unpickle(connection.grant),
+            received=received,
+        )
+        return (await unpacker.unpack_all(1))[0]
+
+    async def stream_here(self, request: Request, tensors: Sequence[torch.Tensor]) -> Source:
+        """Return the items of a generator of this node's own."""
+        return await self._service.streams.here(request, tensors)
+
+    def name_in(self, error: BaseException, what: str) -> None:
+        """Have an error of the connection say what it ended, and with whom as people call it."""
+        if isinstance(error, MeshError) and not isinstance(error, RpcError):
+            if isinstance(error, TransportError):
+                error.what = what
+            self._node.directory.name_in(error)
 
     # -- inside
+
+    def _pack(
+        self,
+        to: NodeId,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        function: object,
+    ) -> _Ready:
+        outgoing = Outgoing(self, to)
+        try:
+            return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        except BaseException:
+            outgoing.undo()
+            raise
 
     def _order(
         self,
         to: NodeId,
-        find: Callable[[], Coroutine[Any, Any, Target]],
+        target: Target,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         timeout: float | None,
+        *,
         function: object = None,
+        after: RRef[Any] | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        seconds = self.seconds(timeout)
+        ready = self._pack(to, target, args, kwargs, function)
+
+        async def ask(create: Fork | None) -> Any:
+            if after is not None and after.created is not None:
+                await self.bridge.until_done(after.created)
+            return await self._ask(
+                to, target, (), {}, seconds, create=create, ready=ready, stays=True
+            )
+
         if to == self.node_id:
-            owned = Owned(new_id(), time.monotonic())
+            owned = Owned(new_id(), self.now())
 
             async def compute() -> None:
                 try:
-                    value = await self._ask(
-                        to, await find(), args, kwargs, timeout, function=function
-                    )
+                    value = await ask(None)
                 except Exception as error:
                     _settle(owned.outcome, error)
                 except BaseException:
@@ -370,16 +557,10 @@ class Agent:
 
         async def begin() -> None:
             try:
-                await self._ask(
-                    to,
-                    await find(),
-                    args,
-                    kwargs,
-                    timeout,
-                    create=state.fork,
-                    function=function,
-                )
+                await ask(state.fork)
             except BaseException as error:
+                if isinstance(error, RpcTimeout):
+                    error.what = f"RRef creation by {target}"
                 _settle(state.created, error if isinstance(error, Exception) else _cancelled())
                 raise
             _settle(state.created, None)
@@ -396,84 +577,59 @@ class Agent:
         *,
         create: Fork | None = None,
         function: object = None,
+        ready: _Ready | None = None,
+        stays: bool = False,
     ) -> Any:
-        seconds = self._seconds(timeout)
-        outgoing = Outgoing(self, to)
-        packer = Packer(self.types, outgoing, pickles=self.pickles)
-        if target.kind == "pickled":
-            packer.pack(function, "the function")
-        packer.pack(tuple(args), "args")
-        packer.pack(dict(kwargs), "kwargs")
-        packed = packer.packed
+        seconds = self.seconds(timeout)
+        outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
+        link = None
         try:
-            with limit(seconds, str(target), self.label(to)):
+            with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
-                what = beside(packed.tensors)
+                what = beside(packed.tensors, self.placement.towards(to))
                 key = new_id() if what.apart else b""
-                request = Request(target, packed.items, what, seconds, create, key)
+                link = self.autograd.leaving(to, packed.differentiable)
+                request = Request(target, packed.items, what, seconds, create, key, link)
                 if to == self.node_id:
-                    return await self._service.answer_self(request, packed.tensors)
-                connection = await self._connected(to)
+                    return await self._service.answer_self(request, packed.tensors, stays=stays)
+                connection = await self.connected(to)
                 answer = await self._exchange(connection, request, packed.tensors)
                 if answer.error is not None:
                     raise decode_exception(answer.error, peer=self.label(to), what=str(target))
-                parts = await self._fetch_parts(connection, answer)
+                parts = await self.fetch_parts(connection, answer)
         except BaseException as error:
             outgoing.undo()
-            if isinstance(error, TransportError) and not isinstance(error, RpcError):
-                error.what = str(target)
-                self._node.directory.name_in(error)
+            self.autograd.undo(link)
+            self.name_in(error, str(target))
+            if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
+                raise as_runtime_error(error) from error.__cause__
             raise
-        refs = Incoming(self, connection.peer)
-        tensors = together(answer.beside, parts)
-        unpacker = Unpacker(
+        tensors = self.placement.answered(together(answer.beside, parts), answer.beside.devices, to)
+        return await self.value_of(
             answer.items,
             tensors,
-            self.types,
-            refs,
-            self.exposures,
-            pickles=may_unpickle(connection.grant),
+            connection,
+            received=self.autograd.answered(to, link, answer.link),
         )
-        value = unpacker.unpack()
-        unpacker.finish()
-        return value
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
     ) -> Answer:
         """Send a request and its parts; return the answer."""
-        value: CborValue = None
-        limit = request.limit + GRACE
+
+        async def ask() -> CborValue:
+            return await connection.call(
+                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE
+            )
+
         if not request.key:
-            value = await connection.call(CALL_SERVICE, request.encode(), timeout=limit)
-            return Answer.decode(value)
-        failed: MeshError | None = None
-        async with anyio.create_task_group() as tasks:
+            return Answer.decode(await ask())
+        return Answer.decode(await with_parts(connection, self.lanes, request, tensors, ask))
 
-            async def send(number: int) -> None:
-                nonlocal failed
-                try:
-                    await send_part(connection, self.lanes, request.key, number, tensors[number])
-                except MeshError as error:
-                    failed = failed or error
-                    await anyio.sleep(PART_GRACE)  # for the call to say why
-                    tasks.cancel_scope.cancel()
-
-            for number in request.beside.apart:
-                tasks.start_soon(send, number)
-            try:
-                value = await connection.call(CALL_SERVICE, request.encode(), timeout=limit)
-            except MeshError as error:
-                failed = error
-            tasks.cancel_scope.cancel()
-        if value is None:
-            assert failed is not None
-            raise failed
-        return Answer.decode(value)
-
-    async def _fetch_parts(
+    async def fetch_parts(
         self, connection: Connection, answer: Answer
     ) -> Mapping[int, torch.Tensor]:
+        """Return the large tensors of an answer by their numbers; what is left is given up."""
         parts: dict[int, torch.Tensor] = {}
         try:
             for number in answer.beside.apart:
@@ -489,7 +645,8 @@ class Agent:
         with contextlib.suppress(MeshError):  # then it finds out by itself
             await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
 
-    def _target(self, function: Callable[..., Any] | str) -> Target:
+    def target(self, function: Callable[..., Any] | str) -> Target:
+        """Return what a function is called by on the wire. Raises `RpcError` if it can't be."""
         if isinstance(function, str):
             kind = "operator" if function.startswith("torch.") else "function"
             return Target(kind, function)
@@ -513,14 +670,21 @@ class Agent:
     async def _at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         if ref.created is not None:
             await self.bridge.until_done(ref.created)
+        return self._target_at(ref, kind, name)
+
+    def _target_at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         state = ref.state
         key = self.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
         return Target(kind, name, key)
 
-    async def _connected(self, to: NodeId) -> Connection:
+    async def connected(self, to: NodeId) -> Connection:
+        """Return the connection with a node, made if need be and if it may be. Raises as `call`."""
         endpoint = self._node.endpoint
         connection = endpoint.connection(to)
         if connection is not None:
+            if self._met.get(to) is not connection:
+                self._met[to] = connection
+                self._tasks.start_soon(self._meet, connection)
             return connection
         if to in self._hints:
             giver, where = self._hints.pop(to)
@@ -535,7 +699,19 @@ class Agent:
             endpoint.add_addresses(to, where)
         return await self._node.dial(to)
 
-    def _seconds(self, timeout: float | None) -> float:
+    def short_way(self, to: NodeId) -> Connection | None:
+        """Return the connection with a node by which threads can call it; None if there is none."""
+        connection = self._node.endpoint.connection(to)
+        is_there = connection is not None and connection.carrier is not None
+        return connection if is_there and not self.pickles and not self.bridge.is_here else None
+
+    async def _meet(self, connection: Connection) -> None:
+        """Have the shared memory of a peer on this host be there before a large tensor needs it."""
+        with contextlib.suppress(MeshError):  # then calls take streams, and tensors QUIC
+            await self.lanes.meet(connection)
+
+    def seconds(self, timeout: float | None) -> float:
+        """Return the limit of a call that is given `timeout`. Raises `RpcError` if it is none."""
         seconds = self.timeout if timeout is None else timeout
         if not 0 <= seconds < 1e9:
             raise RpcError(
@@ -563,6 +739,12 @@ class Agent:
                 self.owned.forget(node_id)
             case _:
                 pass
+
+    async def _give_up(self) -> None:
+        while True:
+            await anyio.sleep(FLUSH_SECONDS)
+            while self.abandoned:
+                self.abandoned.popleft().reset()
 
     async def _lapse(self) -> None:
         while True:

@@ -6,119 +6,49 @@ in a thread there; threads that wait for another call let others run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
-from auth import NodeId
+from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
-from mesh.rpc.errors import RpcError, RpcTimeout
+from mesh.rpc.backends import BackendType, backend_for, register_backend
+from mesh.rpc.ending import end_together
+from mesh.rpc.errors import RpcError
 from mesh.rpc.futures import CallFuture
-from mesh.rpc.options import MeshRpcBackendOptions
+from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
+from mesh.rpc.owned import RefRow
+from mesh.rpc.quick import call_quickly
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
-from mesh.threads import Completer
+from mesh.rpc.worker import FIND_SECONDS, Worker
+from transport import NotNow
+
+if TYPE_CHECKING:
+    from mesh.node import Node
 
 __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "references",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
 ]
 
-FIND_SECONDS = 60.0
-"""How long a worker that is called for the first time may take to come."""
-
-CLOSE_SECONDS = 2.0
-
-
-class _Worker:
-    """This program's worker."""
-
-    def __init__(
-        self, node: blocking.Node, agent: Agent, roster: Roster, me: WorkerInfo, *, owns_node: bool
-    ) -> None:
-        self.node = node
-        self.agent = agent
-        self.roster = roster
-        self.me = me
-        self.owns_node = owns_node
-        self.completer = Completer(f"mesh-rpc-{me.name}")
-        self._pending: set[Future[Any]] = set()
-        self._idle = threading.Condition()
-
-    def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> CallFuture[Any]:
-        """Run a coroutine in the node's loop; return a future that callbacks may be added to."""
-        future: CallFuture[Any] = CallFuture()
-        begun = self.node.portal.start_task_soon(call)
-        with self._idle:
-            self._pending.add(begun)
-
-        def ended(done: Future[Any]) -> None:
-            compute = functools.partial(self.agent.bridge.wait, done)
-            self.completer.submit(lambda: future.complete(compute))
-            with self._idle:
-                self._pending.discard(done)
-                self._idle.notify_all()
-
-        begun.add_done_callback(ended)
-        return future
-
-    def find(self, to: str | int | WorkerInfo | NodeId) -> NodeId:
-        """Return the node of a worker."""
-        if isinstance(to, NodeId):
-            return to
-        if to in (self.me, self.me.name, self.me.id):
-            return self.me.node_id
-        info = to if isinstance(to, WorkerInfo) else self.roster.find(to, FIND_SECONDS)
-        where = self.roster.addresses(info.node_id)
-        endpoint = self.node.endpoint
-        if not endpoint.known_addresses(info.node_id):
-            self.node.portal.call(endpoint.add_addresses, info.node_id, where)
-        return info.node_id
-
-    def meet(self, workers: Iterable[WorkerInfo]) -> None:
-        """Connect with workers that were found, so that the loss of one is noticed from now on."""
-
-        async def dial(node_id: NodeId) -> None:
-            await self.node.node.dial(node_id)
-
-        for info in workers:
-            if info.node_id != self.me.node_id:
-                self.find(info)
-                self.node.run(functools.partial(dial, info.node_id))
-
-    def until_idle(self, end: float) -> bool:
-        """Wait until no call of this worker's is under way."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._pending, max(0.0, end - time.monotonic()))
-
-    def close(self) -> None:
-        """End what is under way, and close the node if it was made for this."""
-        with self._idle:
-            pending = tuple(self._pending)
-        for future in pending:
-            future.cancel()
-        if self.owns_node:
-            self.node.close()  # another's own goes on to answer
-        self.completer.close(CLOSE_SECONDS)
-
-
 _lock = threading.Lock()
-_worker: _Worker | None = None
+_worker: Worker | None = None
 _lives = 0
 
 
@@ -129,16 +59,16 @@ def is_available() -> bool:
 
 def init_rpc(
     name: str,
-    backend: object | None = None,
+    backend: BackendType | None = None,
     rank: int = -1,
     world_size: int | None = None,
-    rpc_backend_options: MeshRpcBackendOptions | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
     """Make this program a worker.
 
     Args:
         name: what others call it; unique in the job.
-        backend: taken for programs that name one; there is this one.
+        backend: by default the one whose options are given, or ``BackendType.MESH``.
         rank: its number; by default that of the environment, ``RANK``.
         world_size: how many workers there are, all of which are waited for; None, with no
             ``WORLD_SIZE`` in the environment either, for a job that others join as they come.
@@ -150,9 +80,12 @@ def init_rpc(
         HomeError, KeyFileError: the machine's key can't be used.
     """
     global _worker, _lives
-    options = rpc_backend_options or MeshRpcBackendOptions()
-    if not isinstance(options, MeshRpcBackendOptions):
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if not isinstance(rpc_backend_options, RpcBackendOptions | None):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    options = rpc_backend_options or MeshRpcBackendOptions()
+    backend = backend or backend_for(options)
     rank = int(os.environ.get("RANK", -1)) if rank < 0 else rank
     if world_size is None and "WORLD_SIZE" in os.environ:
         world_size = int(os.environ["WORLD_SIZE"])
@@ -160,41 +93,29 @@ def init_rpc(
         if _worker is not None:
             raise RpcError("init_rpc", why="RPC is already initialized", fix="rpc.shutdown() first")
         life, _lives = _lives, _lives + 1
-        limit = options.rpc_timeout or FIND_SECONDS
-        store = _store(options.init_method, rank, world_size, limit)
-        roster = Roster(PrefixStore(f"mesh-rpc-{life}", store), name, rank, world_size)
-        node = options.node or blocking.Node.worker()
-        owns_node = options.node is None
-        if owns_node:
-            node.open()
-        try:
-            agent = node.run(
-                functools.partial(
-                    node.node.rpc, workers=options.num_worker_threads, timeout=options.rpc_timeout
-                )
-            )
-            agent.pickles = options.pickles
-            roster.publish(node.node_id, node.addresses)
-            me = WorkerInfo(name, rank, node.node_id)
-            worker = _Worker(node, agent, roster, me, owns_node=owns_node)
-            _current.append(agent)
-            if world_size is not None:
-                worker.meet(roster.everybody(limit))
-        except BaseException:
-            _current.clear()
-            if owns_node:
-                node.close()
-            raise
+        worker = backend.init(
+            store=PrefixStore(f"mesh-rpc-{life}", _store(options, rank, world_size)),
+            name=name,
+            rank=rank,
+            world_size=world_size,
+            rpc_backend_options=options,
+        )
         _worker = worker
+        try:
+            worker.begin()
+        except BaseException:
+            _worker = None
+            worker.close()
+            raise
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """End this worker.
 
     Args:
-        graceful: first let all that is under way end here, and wait until every worker of the job
-            is here as well, so that nobody is called who is gone. In a job without a fixed size
-            only what is under way here is waited for.
+        graceful: first let all that is under way end, at every worker of the job, so that nobody is
+            called who is gone. In a job without a fixed size only what is under way here is waited
+            for.
         timeout: seconds for that; 0 for as long as it takes. The loss of a worker ends it.
 
     Raises:
@@ -202,13 +123,16 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         RpcError: a worker was lost meanwhile, or this program is none.
     """
     global _worker
+    worker = _need()
     with _lock:
-        worker, _worker = _need(), None
+        if worker.is_ending:
+            raise RpcError("rpc.shutdown", why="it is under way already")
+        worker.is_ending = True
     try:
-        if graceful:
-            _wait_for_all(worker, time.monotonic() + timeout if timeout else float("inf"), timeout)
+        if graceful:  # handlers may call others meanwhile
+            end_together(worker, timeout)
     finally:
-        _current.clear()
+        _worker = None
         _rendezvous.clear()  # a store that an interpreter's end finds may keep that from ending
         worker.close()
 
@@ -231,11 +155,14 @@ def rpc_sync(
         Exception: what the function raised, and what `Agent.call` raises.
     """
     worker = _need()
-    call = worker.agent.call
-    node_id = worker.find(to)
-    return worker.agent.bridge.block_on(
-        lambda: call(node_id, func, args or (), kwargs, timeout=_seconds(timeout))
+    agent, node_id = worker.agent, worker.find(to)
+    seconds = agent.seconds(_seconds(timeout))
+    result = call_quickly(
+        agent, node_id, func, args or (), kwargs or {}, seconds, lambda: _worker is not worker
     )
+    if not isinstance(result, NotNow):
+        return result
+    return worker.wait_for(agent.prepare(node_id, func, args or (), kwargs, timeout=seconds))
 
 
 def rpc_async(
@@ -253,9 +180,10 @@ def rpc_async(
         to, func, args, kwargs, timeout: as `rpc_sync`.
     """
     worker = _need()
-    call = worker.agent.call
-    node_id = worker.find(to)
-    return worker.start(lambda: call(node_id, func, args or (), kwargs, timeout=_seconds(timeout)))
+    begin = worker.agent.prepare(
+        worker.find(to), func, args or (), kwargs, timeout=_seconds(timeout)
+    )
+    return worker.start(begin)
 
 
 def remote(
@@ -277,16 +205,24 @@ def remote(
     return ref
 
 
-def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Return who a worker is; by default this one.
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """Return who a worker is, by name or rank; by default this one.
 
     Raises:
-        RpcTimeout: there is none of that name.
+        RpcError: there is none of that name.
     """
     worker = _need()
-    if worker_name is None or worker_name == worker.me.name:
-        return worker.me
-    return worker.roster.find(worker_name, FIND_SECONDS)
+    return worker.me if worker_name is None else worker.info(worker_name)
+
+
+def references() -> tuple[RefRow, ...]:
+    """Return every value of this worker's that others have references to, with its holders."""
+    worker = _need()
+
+    async def look() -> tuple[RefRow, ...]:
+        return worker.agent.references()
+
+    return worker.node.run(look)
 
 
 def current_agent() -> Agent:
@@ -295,9 +231,13 @@ def current_agent() -> Agent:
     Raises:
         RpcError: this program is no worker.
     """
-    if not _current:
-        _need()
-    return _current[0]
+    if _worker is None:
+        raise RpcError(
+            "Current RPC agent is not set! Did you initialize the RPC framework",
+            why="this program is no worker",
+            fix="Call mesh.rpc.init_rpc first.",
+        )
+    return _worker.agent
 
 
 def worker_of(node_id: NodeId) -> WorkerInfo:
@@ -314,9 +254,8 @@ def worker_of(node_id: NodeId) -> WorkerInfo:
 def invoke_sync(ref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
     """Call a method of a reference's value and return the result."""
     agent = current_agent()
-    return agent.bridge.block_on(
-        lambda: agent.invoke(ref, name, args, kwargs, timeout=_seconds(timeout))
-    )
+    begin = agent.prepare_method(ref, name, args, kwargs, timeout=_seconds(timeout))
+    return agent.bridge.block_on(begin)
 
 
 def invoke_async(
@@ -324,18 +263,23 @@ def invoke_async(
 ) -> CallFuture[Any]:
     """Call a method of a reference's value and return a future of the result."""
     worker = _need()
-    return worker.start(
-        lambda: worker.agent.invoke(ref, name, args, kwargs, timeout=_seconds(timeout))
-    )
+    begin = worker.agent.prepare_method(ref, name, args, kwargs, timeout=_seconds(timeout))
+    return worker.start(begin)
 
 
 def invoke_remote(
     ref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float | None
 ) -> RRef[Any]:
-    """Call a method of a reference's value and return a reference to the result."""
+    """Call a method of a reference's value and return a reference to the result.
+
+    Waits for the value, and until the owner has found the method.
+    """
     worker = _need()
     made, begin = worker.agent.order_method(ref, name, args, kwargs, timeout=_seconds(timeout))
-    worker.start(begin)
+    if ref.is_owner():
+        worker.start(begin)
+    else:
+        worker.agent.bridge.block_on(begin)
     return made
 
 
@@ -344,17 +288,27 @@ def get_rpc_timeout() -> float:
     return _need().agent.timeout
 
 
-_current: list[Agent] = []
-"""The agent of `RRef(value)`."""
-
-
-def _need() -> _Worker:
+def _need() -> Worker:
     if _worker is None:
         raise RpcError(
-            "a remote call",
-            why="RPC has not been initialized. Call mesh.rpc.init_rpc first",
+            "RPC has not been initialized",
+            why="this program is no worker, or none any more",
+            fix="Call mesh.rpc.init_rpc first.",
         )
     return _worker
+
+
+def _show_daemon(node: blocking.Node) -> None:
+    """Connect with the daemon of this program's machine, if one runs, for ``mesh refs`` to ask."""
+    with contextlib.suppress(MeshError):
+        running = None if node.node.home is None else node.node.home.running()
+        if running is not None:
+            node.portal.start_task_soon(_dial_quietly, node.node, running.node_id)
+
+
+async def _dial_quietly(node: Node, node_id: NodeId) -> None:
+    with contextlib.suppress(MeshError):
+        await node.dial(node_id, once=True)
 
 
 def _seconds(timeout: float | None) -> float | None:
@@ -362,62 +316,60 @@ def _seconds(timeout: float | None) -> float | None:
     return None if timeout is None or timeout < 0 else timeout
 
 
-def _store(init_method: str, rank: int, world_size: int | None, limit: float) -> Store:
+def _init(
+    *,
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+) -> Worker:
+    """Make the worker of the backend ``MESH``."""
+    options = rpc_backend_options
+    if not isinstance(options, MeshRpcBackendOptions):
+        raise TypeError("`rpc_backend_options` must be a `MeshRpcBackendOptions`")
+    roster = Roster(store, name, rank, world_size)
+    node = options.node or blocking.Node.worker()
+    owns_node = options.node is None
+    if owns_node:
+        node.open()
+    try:
+        agent = node.run(
+            functools.partial(
+                node.node.rpc, workers=options.num_worker_threads, timeout=options.rpc_timeout
+            )
+        )
+        agent.pickles = options.pickles
+        agent.autograd.worker_id = rank
+        _show_daemon(node)
+        devices: Any = options.devices
+        agent.placement.devices = tuple(devices)
+        me = WorkerInfo(name, rank, node.node_id)
+        maps: Any = options.device_maps
+        return Worker(node, agent, roster, me, device_maps=maps, owns_node=owns_node)
+    except BaseException:
+        if owns_node:
+            node.close()
+        raise
+
+
+def _make_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> MeshRpcBackendOptions:
+    return MeshRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+register_backend("MESH", _make_options, _init)
+
+
+def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Store:
+    store: Store
     if world_size is None:
-        return _dynamic_store(init_method, rank, limit)
-    _rendezvous[:] = [rendezvous(init_method, rank=rank, world_size=world_size)]
-    store: Store = next(_rendezvous[0])[0]
-    store.set_timeout(timedelta(seconds=limit))
+        store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
+    else:
+        _rendezvous[:] = [rendezvous(options.init_method, rank=rank, world_size=world_size)]
+        store = next(_rendezvous[0])[0]
+    store.set_timeout(timedelta(seconds=max(options.rpc_timeout, FIND_SECONDS)))
     return store
 
 
 _rendezvous: list[Any] = []
 """Kept, for some end the store with themselves."""
-
-
-def _dynamic_store(init_method: str, rank: int, limit: float) -> Store:
-    class Given:
-        """What torch wants to know."""
-
-    given = Given()
-    given.init_method = init_method  # type: ignore[attr-defined]
-    store: Store = _create_store_from_options(given, rank)  # type: ignore[no-untyped-call]
-    store.set_timeout(timedelta(seconds=limit))
-    return store
-
-
-def _wait_for_all(worker: _Worker, end: float, timeout: float) -> None:
-    if not worker.until_idle(end if end < float("inf") else time.monotonic() + 1e6):
-        raise _late(["this worker's own calls"], timeout)
-    for what in ("done", "told"):
-        worker.roster.say(what)
-        missing = set(range(worker.roster.size or 0)) - {worker.me.id}
-        while missing:
-            missing = {rank for rank in missing if not worker.roster.has_said(what, rank)}
-            _check_alive(worker, missing)
-            if missing and time.monotonic() > end:
-                names = [worker.roster.find(rank, 0.001).name for rank in sorted(missing)]
-                raise _late(names, timeout)
-        # Nobody calls any more; what was held of others is theirs alone from now on.
-        worker.node.run(worker.agent.holdings.settle)
-
-
-def _check_alive(worker: _Worker, missing: Iterable[int]) -> None:
-    for rank in missing:
-        info = worker.roster.find(rank, 0.001)
-        error = worker.agent.lost.get(info.node_id)
-        if error is not None:
-            raise RpcError(
-                "shutdown of remote calls",
-                peer=f"{info.name} ({info.node_id.short})",
-                why=f"it was lost before it was done: {error}",
-            ) from error
-
-
-def _late(names: Iterable[str], timeout: float) -> RpcTimeout:
-    return RpcTimeout(
-        "shutdown of remote calls",
-        after=timeout,
-        why=f"still busy: {', '.join(names)}",
-        fix="Give it more time: timeout=, or shutdown(graceful=False) to leave at once.",
-    )

@@ -5,29 +5,30 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
+import anyio
 import torch
-from torch.utils._pytree import tree_leaves
 
-from auth import Grant, NodeId
-from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen
-from tensor_bridge import QuotaExceeded, TensorMeta, allocate, chunks, describe, tensor_bytes
+from auth import Grant, MeshError, NodeId
+from mesh.rpc.placement import own_device
+from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen, Request
+from tensor_bridge import QuotaExceeded, TensorMeta, describe
 from tensor_bridge.lanes import Lanes, choose_lane
 from tensor_bridge.lanes.choice import Offer
-from tensor_bridge.memory import Payload
+from tensor_bridge.memory import Payload, copied, filled
 from tensor_bridge.moves import Landing, settle
-from transport import Connection, Stream
+from transport import CborValue, Connection, Stream
 
 __all__ = [
     "Room",
     "beside",
     "fetch_part",
-    "nbytes_of",
     "send_part",
     "serve_receive",
     "serve_send",
     "together",
+    "with_parts",
 ]
 
 INLINE_BYTES = 32 * 1024
@@ -38,6 +39,9 @@ INLINE_TOTAL = 256 * 1024
 
 STALL_SECONDS = 30.0
 """How long 256 KiB of a large tensor may take."""
+
+PART_GRACE = 0.5
+"""Seconds that a call has to say why a part of it was refused."""
 
 GIB = 1 << 30
 
@@ -99,38 +103,31 @@ class Room:
             self.give(peer, nbytes)
 
 
-def nbytes_of(value: object) -> int:
-    """Return how much memory the tensors of a value keep, as far as they lie open in it."""
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        for storage in (leaf.untyped_storage(),)
-    }
-    return sum(storages.values())
-
-
-def beside(tensors: Sequence[torch.Tensor]) -> Beside:
+def beside(
+    tensors: Sequence[torch.Tensor], place: Callable[[torch.device], str | None] = own_device
+) -> Beside:
     """Return what a message says of its tensors, with the content of the small ones.
 
     Args:
         tensors: strided ones on the CPU or a CUDA device.
+        place: what to say of the device of each; of answers, what it is called here.
 
     Raises:
         UnsupportedTensor: the elements of one are not plain bytes.
     """
     metas: list[TensorMeta] = []
     inline: list[bytes | None] = []
+    devices = tuple(place(tensor.device) for tensor in tensors)
     room = INLINE_TOTAL
     for tensor in tensors:
         meta = describe(tensor)
         metas.append(meta)
         if meta.nbytes <= min(room, INLINE_BYTES):
-            inline.append(b"".join(chunks(tensor, meta)))
+            inline.append(copied(tensor, meta))
             room -= meta.nbytes
         else:
             inline.append(None)
-    return Beside(tuple(metas), tuple(inline))
+    return Beside(tuple(metas), tuple(inline), devices)
 
 
 async def send_part(
@@ -151,6 +148,44 @@ async def send_part(
         await way.send(Payload(tensor, meta), _ignore)
         await stream.send_eof()
         await settle(stream)
+
+
+async def with_parts(
+    connection: Connection,
+    lanes: Lanes,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    ask: Callable[[], Awaitable[CborValue]],
+) -> CborValue:
+    """Make a request by `ask`, send its large tensors meanwhile, and return what it is answered.
+
+    Raises:
+        MeshError: what `ask` raises, or why a part could not be sent, if that says nothing.
+    """
+    failed: MeshError | None = None
+    answers: list[CborValue] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def send(number: int) -> None:
+            nonlocal failed
+            try:
+                await send_part(connection, lanes, request.key, number, tensors[number])
+            except MeshError as error:
+                failed = failed or error
+                await anyio.sleep(PART_GRACE)  # for the call to say why
+                tasks.cancel_scope.cancel()
+
+        for number in request.beside.apart:
+            tasks.start_soon(send, number)
+        try:
+            answers.append(await ask())
+        except MeshError as error:
+            failed = error
+        tasks.cancel_scope.cancel()
+    if not answers:
+        assert failed is not None
+        raise failed
+    return answers[0]
 
 
 async def fetch_part(
@@ -197,15 +232,9 @@ async def serve_receive(stream: Stream, offer: Offer, landing: Landing) -> None:
 def together(what: Beside, parts: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     """Return all tensors of a message in order: those in it, and those that came apart."""
     return [
-        parts[number] if data is None else _filled(meta, data)
+        parts[number] if data is None else filled(meta, data)
         for number, (meta, data) in enumerate(zip(what.metas, what.inline, strict=True))
     ]
-
-
-def _filled(meta: TensorMeta, data: bytes) -> torch.Tensor:
-    tensor = allocate(meta)
-    tensor_bytes(tensor)[:] = data
-    return tensor
 
 
 def _ignore(_: int) -> None:

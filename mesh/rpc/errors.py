@@ -10,11 +10,15 @@
     └── ProtocolError
         └── PickleRefused   a pickle of a peer that is not granted ``rpc:pickle`` by name
 
-All are ``RuntimeError`` too, which is what programs written for ``torch.distributed.rpc`` catch;
+All are ``RuntimeError`` too, which is what programs written for ``torch.distributed.rpc`` catch, as
+are errors of the tree's other branches where a call raises them (`as_runtime_error`);
 `Unsendable` is a ``TypeError`` as well, raised before anything is sent.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from auth import MeshError
 from transport import DeadlineExceeded, ProtocolError
@@ -27,6 +31,7 @@ __all__ = [
     "RpcError",
     "RpcTimeout",
     "Unsendable",
+    "as_runtime_error",
 ]
 
 
@@ -82,3 +87,34 @@ class RemoteException(RpcError):
     type_name: str = ""
     message: str = ""
     remote_traceback: str = ""
+
+
+def as_runtime_error(error: MeshError) -> MeshError:
+    """Return an error of the tree, of its class, which is a ``RuntimeError`` besides."""
+    if isinstance(error, RuntimeError):
+        return error
+    made = _runtime_kind(type(error)).__new__(_runtime_kind(type(error)))
+    made.args, made.__dict__ = error.args, error.__dict__
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made.with_traceback(error.__traceback__)
+
+
+def _runtime_kind(kind: type[MeshError]) -> type[MeshError]:
+    if kind not in _kinds:
+        parts = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": _reduce}
+        _kinds[kind] = type(kind.__name__, (kind, RuntimeError), parts)
+    return _kinds[kind]
+
+
+_kinds: dict[type[MeshError], type[MeshError]] = {}
+
+
+def _reduce(error: MeshError) -> tuple[Any, ...]:
+    # By the class that there is a name for.
+    remake, (kind, parts), state = MeshError.__reduce__(error)
+    return _remake, (remake, kind.__bases__[0], parts), state
+
+
+def _remake(remake: Callable[..., MeshError], kind: type[MeshError], parts: Any) -> MeshError:
+    return as_runtime_error(remake(kind, parts))

@@ -77,7 +77,9 @@ def decode_exception(value: CborValue, *, peer: str, what: str) -> Exception:
     elif name in _PLAIN:
         error = _PLAIN[name](message)
     else:
-        raised = RemoteException(what, peer=peer, why=f"{name}: {message}")
+        raised = RemoteException(
+            what, peer=peer, why=f"Original exception on remote side was {name}: {message}"
+        )
         raised.type_name, raised.message, raised.remote_traceback = name, message, told
         error = raised
     error.add_note(f"Raised at {peer}, where the traceback was:\n{told.rstrip()}")

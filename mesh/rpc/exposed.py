@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from mesh.rpc.errors import NotExposed, RpcError
 
-__all__ = ["Exposures", "expose", "exposed", "exposed_name", "exposures"]
+__all__ = ["Exposures", "expose", "exposed", "exposed_name", "exposures", "library"]
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
@@ -56,7 +56,7 @@ class Exposures:
 
     def has(self, name: str) -> bool:
         """Return whether a function or class of that name is exposed."""
-        return name in self._callables or self._of_module(name) is not None
+        return self._find(name) is not None
 
     def callable(self, name: str) -> Callable[..., Any]:
         """Return the function or class of that name.
@@ -64,7 +64,7 @@ class Exposures:
         Raises:
             NotExposed: there is none, or it is not exposed; the two look the same.
         """
-        found = self._callables.get(name) or self._of_module(name)
+        found = self._find(name)
         if found is None:
             raise NotExposed(
                 f"call of {name!r:.80}",
@@ -96,6 +96,9 @@ class Exposures:
             )
         found: Callable[..., Any] = getattr(value, name)
         return found
+
+    def _find(self, name: str) -> Callable[..., Any] | None:
+        return self._callables.get(name) or self._of_module(name) or _library.get(name)
 
     def _has(self, kind: type) -> bool:
         name = _name(kind)
@@ -132,6 +135,15 @@ def expose(module: str) -> None:
 def exposed(function: _Callable) -> _Callable:
     """Let peers call a function, or make objects of a class and call their public methods."""
     exposures.add(function)
+    return function
+
+
+_library: dict[str, Callable[..., Any]] = {}
+
+
+def library(function: _Callable) -> _Callable:
+    """Let peers call a function of the library's own, which sees to what they may do with it."""
+    _library[f"{function.__module__}.{function.__qualname__}"] = function
     return function
 
 

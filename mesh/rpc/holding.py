@@ -52,7 +52,7 @@ class Held:
 
 
 class Holdings:
-    """The references that a node holds of others. In its event loop, but for `released`.
+    """The references that a node holds of others. In its event loop; what notes news, anywhere.
 
     Args:
         tell: says something to an owner; raises if it can't be known to have been heard.
@@ -61,6 +61,7 @@ class Holdings:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._released: deque[tuple[NodeId, Fork]] = deque()
+        self._arrived: deque[tuple[NodeId, Fork]] = deque()
         self._confirmed: defaultdict[NodeId, deque[Fork]] = defaultdict(deque)
         self._dropped: defaultdict[NodeId, deque[Fork]] = defaultdict(deque)
         self._telling: set[NodeId] = set()
@@ -79,8 +80,8 @@ class Holdings:
         self._released.append((owner, fork))
 
     def arrived(self, held: Held) -> None:
-        """Have its owner told that it has come."""
-        self._confirmed[held.owner].append(held.fork)
+        """Have its owner told that it has come; may be called in any thread."""
+        self._arrived.append((held.owner, held.fork))
 
     async def run(self) -> None:
         """Tell owners what there is to tell, until cancelled."""
@@ -100,6 +101,9 @@ class Holdings:
                 tasks.start_soon(self._try_once, owner)
 
     def _collect(self) -> None:
+        while self._arrived:
+            owner, fork = self._arrived.popleft()
+            self._confirmed[owner].append(fork)
         while self._released:
             owner, fork = self._released.popleft()
             self._dropped[owner].append(fork)

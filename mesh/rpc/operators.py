@@ -1,8 +1,11 @@
 """The operators of torch that a peer may call here without anybody exposing them.
 
-A positive list: functions that compute tensors from tensors and numbers, and touch nothing else. A
-peer's grant bounds how large a result may be, which is found out on the device ``meta``, where
-tensors have a shape and no elements, before anything is computed.
+A positive list: functions that compute tensors from tensors and numbers, and touch nothing else,
+not even memory that was not written to (``empty_like``), where others' tensors may have been. A
+peer's grant bounds how large a result may be. Of most operators a bound is plain from the shapes
+that go in. Where that is too much, the result's size is found out on the device ``meta``, where
+tensors have a shape and no elements, before anything is computed; the first time costs seconds,
+since torch then imports what it compiles with.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mesh.rpc.errors import NotExposed
 from tensor_bridge import QuotaExceeded
 
-__all__ = ["MAX_RESULT_BYTES", "call_operator", "check_operator", "operator_name"]
+__all__ = [
+    "MAX_RESULT_BYTES",
+    "call_operator",
+    "check_operator",
+    "is_prompt",
+    "may_be_prompt",
+    "operator_name",
+]
 
 MAX_RESULT_BYTES = 1 << 30
 """Largest result of one operator where the peer's grant names no bound."""
@@ -29,7 +39,7 @@ _NAMES = """
     bmm broadcast_to bucketize cat cdist ceil celu chunk clamp clone column_stack complex
     concat conj copysign cos cosh count_nonzero cov cross cummax cummin cumprod cumsum
     deg2rad det diag diag_embed diagonal diff digamma dist div divide dot dstack einsum
-    empty_like eq equal erf erfc erfinv exp exp2 expm1 eye flatten flip fliplr flipud
+    eq equal erf erfc erfinv exp exp2 expm1 eye flatten flip fliplr flipud
     float_power floor floor_divide fmax fmin fmod frac full full_like gather ge greater gt
     heaviside hstack hypot imag index_add index_select inner inverse isclose isfinite isinf
     isnan kron kthvalue le lerp less lgamma linspace log log10 log1p log2 log_softmax
@@ -45,10 +55,51 @@ _NAMES = """
     unique unsqueeze var var_mean vdot vstack where xlogy zeros zeros_like
 """
 
+_BROADCASTING_NAMES = """
+    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and
+    bitwise_not bitwise_or bitwise_xor ceil celu clamp clone complex conj copysign cos cosh cross
+    deg2rad digamma div divide eq erf erfc erfinv exp exp2 expm1 float_power floor
+    floor_divide fmax fmin fmod frac full_like ge greater gt heaviside hypot imag isclose isfinite
+    isinf isnan le lerp less lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+    logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg
+    negative ones_like polar pow rad2deg rand_like randn_like real reciprocal relu remainder round
+    rsqrt rsub selu sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh true_divide
+    trunc xlogy zeros_like
+"""
+"""Those that make one tensor, of the shape to which all that go in are broadcast."""
+
+_NO_LARGER_NAMES = """
+    all allclose amax amin aminmax any argmax argmin argsort bucketize cat chunk column_stack
+    concat count_nonzero cummax cummin cumprod cumsum diagonal dist dot dstack equal flatten flip
+    fliplr flipud gather hstack index_select kthvalue log_softmax logcumsumexp logsumexp mean
+    median mode movedim nanmean nanmedian nansum narrow norm permute prod renorm reshape roll
+    rot90 scatter scatter_add searchsorted softmax sort split squeeze stack std std_mean sum
+    swapaxes t topk trace transpose tril triu unbind unflatten unsqueeze var var_mean vdot vstack
+"""
+"""Those whose results have no more elements than what goes in, twice where they tell places too.
+
+`index_select` and `gather` select by tensors, whose elements count as well.
+"""
+
+_EITHER_NAMES = "max min"
+"""Those that broadcast two tensors, and reduce one."""
+
+_PRODUCT_NAMES = "addmm baddbmm bmm matmul mm mv"
+"""Products of the last two matrices that go in."""
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"torch.{name}" for name in names.split())
+
+
 _OPERATORS: Mapping[str, Callable[..., Any]] = {
     f"torch.{name}": getattr(torch, name) for name in _NAMES.split()
 }
 _NAME_OF = {id(function): name for name, function in _OPERATORS.items()}
+
+_BROADCASTING, _NO_LARGER, _EITHER, _PRODUCTS = map(
+    _named, (_BROADCASTING_NAMES, _NO_LARGER_NAMES, _EITHER_NAMES, _PRODUCT_NAMES)
+)
 
 _SIZED = frozenset(
     f"torch.{name}"
@@ -73,6 +124,18 @@ _SIZED = frozenset(
 )
 """Those whose result is as large as a number says. That of any other has at most as many elements
 as the product of its tensors' numbers of them, squared."""
+
+_PROMPT_NAMES = """
+    abs add clone cos div eq exp full_like ge gt le log lt maximum mean minimum mul ne neg numel
+    ones_like reciprocal relu reshape rsqrt sigmoid sin sqrt square squeeze sub sum t tan tanh
+    transpose unsqueeze where zeros_like
+"""
+
+_PROMPT = frozenset(f"torch.{name}" for name in _PROMPT_NAMES.split())
+"""Those that take some microseconds for little: fewer than a thread would need to begin."""
+
+_PROMPT_ELEMENTS = 1 << 14
+"""Elements that such a result may have, all arguments broadcast against each other."""
 
 _LARGEST_ELEMENT = 16
 
@@ -102,9 +165,29 @@ def call_operator(
     if "out" in kwargs:
         raise NotExposed(f"call of {name!r}", why="an operator writes to nothing that is given")
     function = _OPERATORS[name]
-    if name in _SIZED or _bound(args, kwargs) > max_bytes:
+    if name in _SIZED or _bound(name, args, kwargs) > max_bytes:
         _check_size(name, function, args, kwargs, max_bytes)
     return function(*args, **kwargs)
+
+
+def may_be_prompt(name: str) -> bool:
+    """Return whether `is_prompt` may be true of an operator."""
+    return name in _PROMPT
+
+
+def is_prompt(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether calling an operator takes so little time that an event loop may."""
+    if name not in _PROMPT:
+        return False
+    elements = 1
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                return False
+            elements *= max(1, value.numel())
+        elif value is not None and not isinstance(value, bool | int | float):
+            return False
+    return elements <= _PROMPT_ELEMENTS
 
 
 def check_operator(name: str) -> None:
@@ -121,10 +204,27 @@ def check_operator(name: str) -> None:
         )
 
 
-def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _bound(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return how many bytes the result may have at most, for all but the sized operators."""
-    numbers = (max(2, tensor.numel()) for tensor in _tensors((args, kwargs)))
-    return _LARGEST_ELEMENT * math.prod(numbers) ** 2
+    tensors = _tensors((args, kwargs))
+    if name in _BROADCASTING or (name in _EITHER and len(tensors) > 1):
+        try:
+            count = _count(torch.broadcast_shapes(*(each.shape for each in tensors)))  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            count = 0  # which the operator will say
+    elif name in _NO_LARGER or name in _EITHER:
+        count = 2 * sum(_count(each.shape) for each in tensors)
+    elif name in _PRODUCTS and len(tensors) > 1:
+        one, other = tensors[-2:]
+        count = _count(one.shape[:-1]) * _count((*other.shape[:-2], *other.shape[-1:]))
+    else:
+        count = math.prod(max(2, _count(each.shape)) for each in tensors) ** 2
+    return _LARGEST_ELEMENT * count
+
+
+def _count(shape: Sequence[int]) -> int:
+    """Return how many elements a tensor has, or a reduction of it over dimensions of no size."""
+    return math.prod(max(1, size) for size in shape)
 
 
 def _indices(tensors: list[torch.Tensor]) -> int:

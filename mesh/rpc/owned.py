@@ -23,6 +23,7 @@ from typing import Any
 
 from auth import NodeId
 from mesh.rpc.errors import RefLost
+from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.wire import ID_BYTES, Fork
 from transport import LimitExceeded
 
@@ -76,12 +77,14 @@ class RefRow:
         ref: what it is called, in hexadecimal.
         kind: the type of its value, or why there is none yet.
         holders: who holds it.
+        nbytes: memory that the tensors of its value keep, as far as they lie open in it.
         age: seconds since it came to be.
     """
 
     ref: str
     kind: str
     holders: tuple[NodeId, ...]
+    nbytes: int
     age: float
 
 
@@ -209,16 +212,19 @@ class OwnerTable:
     def rows(self, now: float) -> tuple[RefRow, ...]:
         """Return every value that others hold."""
         with self._lock:
-            everything = tuple(self._owned.values())
-            return tuple(
-                RefRow(
-                    owned.ref.hex(),
-                    _kind(owned.outcome),
-                    tuple(owned.forks.values()),
-                    now - owned.since,
-                )
-                for owned in everything
+            everything = [
+                (each, tuple(dict.fromkeys(each.forks.values()))) for each in self._owned.values()
+            ]
+        return tuple(
+            RefRow(
+                owned.ref.hex(),
+                _kind(owned.outcome),
+                holders,
+                _nbytes(owned.outcome),
+                max(0.0, now - owned.since),
             )
+            for owned, holders in everything
+        )
 
     def close(self) -> Iterable[Owned]:
         """Forget everything; return what was still there."""
@@ -276,13 +282,19 @@ def new_id() -> bytes:
 
 
 def _kind(outcome: Future[Any]) -> str:
-    if not outcome.done():
+    if not outcome.done() or outcome.cancelled():
         return "pending"
     error = outcome.exception()
     if error is not None:
         return f"failed: {type(error).__name__}"
     kind = type(outcome.result())
     return kind.__qualname__ if kind.__module__ == "builtins" else _full_name(kind)
+
+
+def _nbytes(outcome: Future[Any]) -> int:
+    if not outcome.done() or outcome.cancelled() or outcome.exception() is not None:
+        return 0
+    return nbytes_of(outcome.result())
 
 
 def _full_name(kind: type) -> str:

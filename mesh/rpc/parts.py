@@ -113,6 +113,10 @@ class Parts:
         self._agent.watch()
         return key
 
+    def is_offered(self, peer: NodeId, key: bytes) -> bool:
+        """Return whether there is something of an answer that is still to be fetched."""
+        return (peer, key) in self._offered
+
     def leave(self, peer: NodeId, key: bytes) -> None:
         """Forget what is left of an answer: its caller has said that it does not come for it."""
         if (peer, key) in self._offered:

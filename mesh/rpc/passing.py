@@ -12,9 +12,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from auth import IdentityError, NodeId, PeerIdentity, SocketAddress
+from mesh.rpc.errors import RpcError
 from mesh.rpc.holding import Held
 from mesh.rpc.owned import Owned, new_id
 from mesh.rpc.reference import RRef
@@ -45,15 +44,25 @@ class Outgoing:
         self._adopted: list[Fork] = []
 
     def pack(self, ref: Any) -> list[CborValue] | None:
-        """Return the item for a reference, None if it is something else."""
+        """Return the item for a reference, None if it is something else.
+
+        Raises:
+            RpcError: nobody here holds it any more.
+        """
         if not isinstance(ref, RRef):
             return None
+        if not ref.agent.bridge.is_open:
+            raise RpcError(
+                "passing on of a remote reference",
+                why="the agent that it belongs to has been shut down, and holds nothing any more: "
+                "Cannot call fork an UserRRef after deletion.",
+            )
         self._refs.append(ref)  # kept until the message has gone: its own fork holds the value
         state, owner = ref.state, ref.owner_id
         if isinstance(state, Owned):
             if self._to == owner:
                 return ["R", "own", self._agent.lend_to_self(state)]
-            fork = self._agent.owned.adopt(state, self._to, anyio.current_time())
+            fork = self._agent.owned.adopt(state, self._to, self._agent.now())
             self._adopted.append(fork)
             self._agent.watch()
             return self._item(owner, fork)
@@ -62,6 +71,11 @@ class Outgoing:
         fork = Fork(state.fork.ref, new_id())
         self._shares.append((owner, Share(fork.ref, fork.fork, self._to)))
         return self._item(owner, fork)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the message has references."""
+        return bool(self._refs)
 
     async def settle(self) -> None:
         """Return once every owner knows of what this message gives away.

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.rpc.internal import _InternalRPCPickler
 
 from auth import Grant
+from mesh.rpc.errors import NotExposed
 from transport import CborValue, ProtocolError
 
 __all__ = ["PICKLE_SCOPE", "may_unpickle", "read_pickle", "write_pickle"]
@@ -54,7 +55,8 @@ def read_pickle(data: bytes, tensors: Sequence[torch.Tensor], refs: Sequence[Any
     """Return the value of a pickle of a peer that may run code here.
 
     Raises:
-        ProtocolError: it is none, or its class is not here.
+        ProtocolError: it is none.
+        NotExposed: a function or class in it is not here.
     """
     outer, _here.refs = _here.refs, refs
     try:
@@ -66,7 +68,7 @@ def read_pickle(data: bytes, tensors: Sequence[torch.Tensor], refs: Sequence[Any
     finally:
         _here.refs = outer
     if isinstance(value, AttributeError):  # how torch says that a class or function is not here
-        raise ProtocolError("reading of a pickle", why=str(value)) from value
+        raise NotExposed("reading of a pickle", why=str(value)) from value
     return value
 
 
@@ -82,10 +84,13 @@ _here = _Here()
 def _pickler() -> Any:
     global _made
     if _made is None:
-        from mesh.rpc.reference import RRef  # which stands on what this belongs to
+        # Both stand on what this belongs to.
+        from mesh.rpc.modules import RemoteModule
+        from mesh.rpc.reference import RRef
 
         _made = _InternalRPCPickler()  # type: ignore[no-untyped-call]
         _made._register_reducer(RRef, _reduce)
+        _made._register_reducer(RemoteModule, RemoteModule.reduce)
     return _made
 
 

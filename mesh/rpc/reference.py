@@ -6,11 +6,10 @@ The names and rules are those of ``torch.distributed.rpc.RRef``. What waits come
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from auth import NodeId
 from mesh.rpc.errors import RpcError
@@ -41,9 +40,10 @@ class RRef(Generic[_Value]):
     def __init__(self, value: _Value, type_hint: object = None) -> None:
         from mesh.rpc import api
 
-        owned = Owned(new_id(), time.monotonic())
+        agent = api.current_agent()
+        owned = Owned(new_id(), agent.now())
         owned.outcome.set_result(value)
-        self._become(api.current_agent(), owned)
+        self._become(agent, owned)
 
     @classmethod
     def _of(cls, agent: Agent, state: Owned | Held) -> RRef[Any]:
@@ -64,6 +64,13 @@ class RRef(Generic[_Value]):
     def __repr__(self) -> str:
         name = self._fork_name()
         return f"<RRef {name} at {self._agent.label(self.owner_id)}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise RpcError(
+            "pickling of a remote reference",
+            why="Can not pickle rref in python pickler: its owner has to know who has it",
+            fix="Pass it as an argument or a result of a remote call.",
+        )
 
     @property
     def owner_id(self) -> NodeId:
@@ -150,12 +157,37 @@ class RRef(Generic[_Value]):
 
         return MethodCalls(self, api.invoke_remote, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Go backward from the value, a scalar tensor, at its owner; for threads.
+
+        Args:
+            dist_autograd_ctx_id: the autograd context; without one, the value's own graph at its
+                owner, whose gradients go to ``.grad`` there.
+            retain_graph: keep the graph, to go backward again.
+
+        Raises:
+            RpcError: the value is no tensor.
+            Exception: what `mesh.autograd.backward` raises.
+        """
+        from mesh.autograd import api
+
+        api.backward_from(self._agent, self, dist_autograd_ctx_id, retain_graph)
+
     async def fetch(self, timeout: float | None = None) -> _Value:
         """Return the same as `to_here`, as a coroutine for the node's event loop."""
         value: _Value = await self._agent.fetch(self, timeout)
         return value
 
+    def another(self, value: Any) -> RRef[Any]:
+        """Return a reference to another value of this node's."""
+        return self._agent.own(value)
+
     # -- called by the agent
+
+    @property
+    def agent(self) -> Agent:
+        """Whose part in calls it belongs to."""
+        return self._agent
 
     @property
     def state(self) -> Owned | Held:

@@ -6,34 +6,55 @@ import inspect
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import torch
 
 from auth import Grant, NodeId, PeerIdentity
 from mesh.rpc import wire
-from mesh.rpc.carriage import Room, beside, nbytes_of, together
-from mesh.rpc.errors import NotExposed, PickleRefused, RefLost, RpcTimeout, Unsendable
+from mesh.rpc.carriage import Room, beside, together
+from mesh.rpc.errors import (
+    NotExposed,
+    RefLost,
+    RpcError,
+    RpcTimeout,
+    Unsendable,
+)
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
-from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
+from mesh.rpc.links import Link
+from mesh.rpc.operators import (
+    MAX_RESULT_BYTES,
+    call_operator,
+    check_operator,
+    is_prompt,
+    may_be_prompt,
+)
 from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
-from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.placement import own_device
+from mesh.rpc.serve_stream import StreamService
+from mesh.rpc.sizes import nbytes_of
+from mesh.rpc.sources import is_generator
+from mesh.rpc.values import Packed, Packer, Received, Unpacker, refuse_pickle
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
+from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded
-from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
+from transport import NOT_NOW, AppCode, CborValue, Endpoint, Incoming, NotNow, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
 
-__all__ = ["RpcService"]
+__all__ = ["Found", "RpcService"]
 
 _Function = Callable[[], Any]
+
+Found: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""What a request names, and the arguments for it."""
 
 _log = logging.getLogger("quicmesh.rpc")
 
@@ -45,30 +66,54 @@ class RpcService:
         self._agent = agent
         self._room = Room()
         self._parts = Parts(agent, self._room)
+        self.streams = StreamService(agent, self, self._room, self._parts)
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers whose grant has the scope for it."""
-        endpoint.register_call(wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE)
+        endpoint.register_call(
+            wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE, prompt=self._answer_now
+        )
         endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
+        self.streams.register(endpoint)
 
-    async def answer_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Any:
+    async def answer_self(
+        self, request: Request, tensors: Sequence[torch.Tensor], *, stays: bool = False
+    ) -> Any:
         """Return the result of a node's call to itself.
 
-        What it is given and what it returns are copies, as of any other node's call.
+        What it is given and what it returns are copies, as of any other node's call; the result
+        itself, if it `stays`, to be referred to.
         """
-        me, mine = PeerIdentity(self._agent.node_id), Grant(frozenset({PICKLE_SCOPE}))
-        copies = [
-            tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors
-        ]
+        me, mine = self._self()
         try:
+            copies = self._agent.placement.ordered(_copies(tensors), request.beside.devices)
             value = await self._run(request, copies, me, mine)
         except _Raised as raised:
             raise raised.error from None
-        refs = Outgoing(self._agent, me.node_id)
-        packed = self._packed(value, refs)
-        results = [each.detach().clone() for each in packed.tensors]
-        return self._unpacked(packed.items, results, me, mine, count=1)[0]
+        if stays:
+            return value
+        return await self.copied(value, request.link)
+
+    async def copied(self, value: Any, asked: Link | None = None) -> Any:
+        """Return a result of a node's own as another node would get it. Raises `Unsendable`."""
+        me, mine = self._self()
+        packed = await self.packed(value, Outgoing(self._agent, me.node_id))
+        received = None
+        if asked is not None:
+            link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
+            received = self._agent.autograd.answered(me.node_id, asked, link)
+        results = self._agent.placement.answered(
+            _copies(packed.tensors),
+            [own_device(each.device) for each in packed.tensors],
+            me.node_id,
+        )
+        values = await self._unpacked(packed.items, results, me, mine, count=1, received=received)
+        return values[0]
+
+    async def found_by_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Found:
+        """Return the same as `found` for a node's request to itself."""
+        return await self.found(request, _copies(tensors), *self._self())
 
     def lapse(self, now: float) -> float:
         """Forget what nobody has come for; return when to call this again."""
@@ -77,17 +122,26 @@ class RpcService:
     # -- the three services
 
     async def _answer_call(self, incoming: Incoming) -> CborValue:
+        with self._agent.activity.answering():
+            return await self._answer(incoming)
+
+    async def _answer(self, incoming: Incoming) -> CborValue:
         request, peer = Request.decode(incoming.value), incoming.peer
+        if request.has_pickle and not may_unpickle(incoming.grant):
+            refused = refuse_pickle()
+            _log.warning("%s sent a pickle: %s", peer, refused)
+            incoming.connection.abort(AppCode.PROTOCOL, str(refused))
+            raise refused
         with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
-            try:
-                ended = await self._ended(request, together(request.beside, parts), incoming)
-            except PickleRefused as error:
-                _log.warning("%s sent a pickle: %s", peer, error)
-                incoming.connection.abort(AppCode.PROTOCOL, str(error))
-                raise
+            tensors = self._agent.placement.ordered(
+                together(request.beside, parts), request.beside.devices
+            )
+            with self._agent.autograd.joined(request.link, peer.node_id):
+                ended, link = await self._ended(request, tensors, incoming)
+            del tensors
             del parts
         if isinstance(ended, Answer):
             return ended.encode()
@@ -95,7 +149,38 @@ class RpcService:
         key = b""
         if what.apart:
             key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
-        return Answer(ended.items, what, key).encode()
+        return Answer(ended.items, what, key, link=link).encode()
+
+    def _answer_now(self, incoming: Incoming) -> CborValue | NotNow:
+        """Answer a call of an operator that takes a moment; for no other, and do nothing then."""
+        match incoming.value:
+            case {"target": {"kind": "operator", "name": str(name)}, "items": list(items)} if (
+                may_be_prompt(name) and all(_is_simple(item) for item in items)
+            ):
+                request = Request.decode(incoming.value)
+            case _:
+                return NOT_NOW
+        beside_cpu = any(request.beside.devices)
+        if request.key or request.create is not None or request.link is not None or beside_cpu:
+            return NOT_NOW
+        agent, peer, grant = self._agent, incoming.peer, incoming.grant
+        tensors = together(request.beside, {})
+        refs = IncomingRefs(agent, peer)
+        unpacker = Unpacker(request.items, tensors, agent.types, refs, agent.exposures)
+        args, kwargs = _checked([unpacker.unpack(), unpacker.unpack()])
+        unpacker.finish()
+        if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
+            return NOT_NOW
+        try:
+            value = call_operator(name, args, kwargs, max_bytes=_bound(grant))
+        except Exception as error:
+            return Answer(error=encode_exception(error)).encode()
+        packer = Packer(agent.types, Outgoing(agent, peer.node_id))
+        packer.pack(value, "the result")
+        packed = packer.packed
+        what = beside(packed.tensors)
+        key = self._parts.offer(peer.node_id, grant, packed.tensors, what) if what.apart else b""
+        return Answer(packed.items, what, key).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
         notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
@@ -118,28 +203,28 @@ class RpcService:
 
     async def _ended(
         self, request: Request, tensors: Sequence[torch.Tensor], incoming: Incoming
-    ) -> Packed | Answer:
+    ) -> tuple[Packed | Answer, Link | None]:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
-        if request.create is not None:
-            self._begin(request, tensors, incoming, request.create)
-            return self._packed(None, Outgoing(self._agent, peer.node_id))
         try:
+            if request.create is not None:
+                await self._begin(request, tensors, incoming, request.create)
+                return await self.packed(None, Outgoing(self._agent, peer.node_id)), None
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
-            return Answer(error=encode_exception(raised.error))
+            return Answer(error=encode_exception(raised.error)), None
         refs = Outgoing(self._agent, peer.node_id)
         try:
-            packed = self._packed(value, refs)
+            packed = await self.packed(value, refs)
             await refs.settle()
         except Exception as error:
             refs.undo()
             if isinstance(error, Unsendable):
                 error.what = f"sending of the result of {request.target}"
-            return Answer(error=encode_exception(error))
-        return packed
+            return Answer(error=encode_exception(error)), None
+        return packed, self._agent.autograd.leaving(peer.node_id, packed.differentiable)
 
-    def _begin(
+    async def _begin(
         self,
         request: Request,
         tensors: Sequence[torch.Tensor],
@@ -148,14 +233,22 @@ class RpcService:
     ) -> None:
         """Begin a call whose result stays here, for its caller to refer to."""
         peer, grant = incoming.peer, incoming.grant
-        if request.target.kind == "fetch":
+        if request.target.kind in ("fetch", "gradients", "backward"):
             raise NotExposed(str(request.target), why="its result can't become a reference")
+        if request.target.kind == "method":  # which is not there, is said at once
+            await self._method(request, peer, grant)
         owned = self._agent.owned.create(create, peer.node_id, anyio.current_time())
+
+        async def counted() -> None:
+            with self._agent.activity.answering():
+                await compute()
 
         async def compute() -> None:
             try:
                 value = await self._run(request, tensors, peer, grant)
             except _Raised as raised:
+                if isinstance(raised.error, RpcTimeout):
+                    raised.error.what = f"RRef creation by {request.target}"
                 _fail(owned, raised.error)
             except Exception as error:
                 _fail(owned, error)
@@ -165,7 +258,7 @@ class RpcService:
             else:
                 self._keep(owned, value, peer.node_id, grant)
 
-        self._agent.start_soon(compute)
+        self._agent.start_soon(counted)
 
     def _keep(self, owned: Owned, value: Any, peer: NodeId, grant: Grant) -> None:
         """Keep a value for as long as anybody refers to it, if its orderer has room for it."""
@@ -196,46 +289,105 @@ class RpcService:
         if target.kind == "fetch":
             owned = self._owned(target.key, peer)
             return await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
-        is_pickled = target.kind == "pickled"
-        values = self._unpacked(request.items, tensors, peer, grant, count=2 + is_pickled)
+        values = await self._arguments(request, tensors, peer, grant)
         args, kwargs = values[-2:]
-        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-            raise ProtocolError("a call", why="its arguments are no tuple and dict")
-        if any(not isinstance(name, str) for name in kwargs):
-            raise ProtocolError("a call", why="the name of an argument is no text")
         if target.kind == "operator":
-            bound = MAX_RESULT_BYTES
-            if grant is not None and grant.quotas.max_bytes is not None:
-                bound = min(bound, grant.quotas.max_bytes)
             function: _Function = lambda: call_operator(  # noqa: E731
-                target.name, args, kwargs, max_bytes=bound
+                target.name, args, kwargs, max_bytes=_bound(grant)
             )
+            if is_prompt(target.name, args, kwargs):
+                try:
+                    return function()
+                except Exception as error:
+                    raise _Raised(error) from error
             return await self._within(
                 request, lambda: self._agent.workers.run(peer.node_id, function)
             )
-        if target.kind == "method":
+        if target.kind == "gradients":
+            self._agent.autograd.take(peer.node_id, args)
+            return None
+        if target.kind == "backward":
             owned = self._owned(target.key, peer)
-            value = await self._within(
-                request, lambda: self._agent.bridge.until_done(owned.outcome)
+            return await self._within(
+                request, lambda: self._agent.autograd.backward_from(owned, peer.node_id, args)
             )
-            found = self._method(value, target.name, grant)
-        elif is_pickled:
-            found = values[0]
-            if not callable(found) or not may_unpickle(grant):
+        found = await self._callee(request, values, peer, grant)
+        return await self._within(request, lambda: self._called(request, found, args, kwargs, peer))
+
+    async def found(
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        peer: PeerIdentity,
+        grant: Grant | None,
+    ) -> Found:
+        """Return what a request that is for no operator names, and its arguments.
+
+        Raises:
+            MeshError: there is no such thing, or not for this peer.
+            Exception: why the value whose method it is never came to be.
+        """
+        values = await self._arguments(request, tensors, peer, grant)
+        try:
+            found = await self._callee(request, values, peer, grant)
+        except _Raised as raised:
+            raise raised.error from None
+        return found, values[-2], values[-1]
+
+    async def _arguments(
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        peer: PeerIdentity,
+        grant: Grant | None,
+    ) -> list[Any]:
+        """Return the arguments of a request, a tuple and a dict; before them what is pickled."""
+        count = 3 if request.target.kind == "pickled" else 2
+        received = self._agent.autograd.arriving(peer.node_id, request.link)
+        values = await self._unpacked(
+            request.items, tensors, peer, grant, count=count, received=received
+        )
+        return _checked(values)
+
+    async def _callee(
+        self, request: Request, values: list[Any], peer: PeerIdentity, grant: Grant | None
+    ) -> Callable[..., Any]:
+        """Return the function or method that a request names."""
+        target = request.target
+        if target.kind == "method":
+            return await self._method(request, peer, grant)
+        if target.kind == "pickled":
+            function = values[0]
+            if not callable(function) or not may_unpickle(grant):
                 raise ProtocolError("a call", why="what is to be called is no pickled function")
-        else:
-            found = self._agent.exposures.callable(target.name)
-        return await self._within(request, lambda: self._called(found, args, kwargs, peer))
+            found: Callable[..., Any] = function
+            return found
+        return self._agent.exposures.callable(target.name)
 
     async def _called(
-        self, found: Callable[..., Any], args: Any, kwargs: Any, peer: PeerIdentity
+        self,
+        request: Request,
+        found: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        peer: PeerIdentity,
     ) -> Any:
-        if inspect.iscoroutinefunction(found):
-            return await found(*args, **kwargs)
-        result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
-        if is_async_execution(found):
-            return await _completed(self._agent, result)
-        return result
+        try:
+            if inspect.iscoroutinefunction(found):
+                return await found(*args, **kwargs)
+            if is_generator(found):
+                raise RpcError(
+                    f"call of {found.__qualname__!r:.80}",
+                    why="it is a generator function, and has no one result",
+                    fix="Read its items as they come: async for item in peer.stream(...).",
+                )
+            result = await self._agent.workers.run(peer.node_id, lambda: found(*args, **kwargs))
+            if is_async_execution(found):
+                return await _completed(self._agent, result)
+            return result
+        except Exception as error:
+            _log.warning("%s by %s: %r", request.target, self._agent.label(peer.node_id), error)
+            raise
 
     async def _within(self, request: Request, work: Callable[[], Awaitable[Any]]) -> Any:
         with anyio.move_on_after(request.limit):
@@ -261,23 +413,39 @@ class RpcService:
         else:
             check_operator(target.name)
 
-    def _method(self, value: object, name: str, grant: Grant | None) -> Callable[..., Any]:
-        if may_unpickle(grant):  # who may run anything may call this, too
+    def _self(self) -> tuple[PeerIdentity, Grant]:
+        """Return who this node is to itself, and what it lets itself do."""
+        return PeerIdentity(self._agent.node_id), Grant(frozenset({PICKLE_SCOPE}))
+
+    async def _method(
+        self, request: Request, peer: PeerIdentity, grant: Grant | None
+    ) -> Callable[..., Any]:
+        """Wait for a reference's value, and return a method of it."""
+        owned, name = self._owned(request.target.key, peer), request.target.name
+        value = await self._within(request, lambda: self._agent.bridge.until_done(owned.outcome))
+        if not may_unpickle(grant):
+            return self._agent.exposures.method(value, name)
+        try:  # who may run anything may call this, too
             found: Callable[..., Any] = getattr(value, name)
-            return found
-        return self._agent.exposures.method(value, name)
+        except AttributeError as error:
+            raise _Raised(error) from error
+        return found
 
     def _owned(self, ref: bytes, peer: PeerIdentity) -> Owned:
         if peer.node_id == self._agent.node_id:
             return self._agent.own_value(ref)
         return self._agent.owned.held(ref, peer.node_id)
 
-    def _packed(self, value: Any, refs: Outgoing) -> Packed:
+    async def packed(self, value: Any, refs: Outgoing) -> Packed:
+        """Return a result as it travels. Raises `Unsendable`."""
         packer = Packer(self._agent.types, refs, pickles=self._agent.pickles)
-        packer.pack(value, "the result")
+        if self._agent.pickles:
+            await aside(lambda: packer.pack(value, "the result"))
+        else:
+            packer.pack(value, "the result")
         return packer.packed
 
-    def _unpacked(
+    async def _unpacked(
         self,
         items: list[CborValue],
         tensors: Sequence[torch.Tensor],
@@ -285,14 +453,19 @@ class RpcService:
         grant: Grant | None,
         *,
         count: int,
+        received: Received | None = None,
     ) -> list[Any]:
         agent, refs = self._agent, IncomingRefs(self._agent, peer)
         unpacker = Unpacker(
-            items, tensors, agent.types, refs, agent.exposures, pickles=may_unpickle(grant)
+            items,
+            tensors,
+            agent.types,
+            refs,
+            agent.exposures,
+            pickles=may_unpickle(grant),
+            received=received,
         )
-        values = [unpacker.unpack() for _ in range(count)]
-        unpacker.finish()
-        return values
+        return await unpacker.unpack_all(count)
 
 
 class _Raised(Exception):
@@ -303,16 +476,42 @@ class _Raised(Exception):
         self.error = error
 
 
+def _checked(values: list[Any]) -> list[Any]:
+    """Return what a request holds, the last two of which must be a tuple and a dict."""
+    args, kwargs = values[-2:]
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise ProtocolError("a call", why="its arguments are no tuple and dict")
+    if any(not isinstance(name, str) for name in kwargs):
+        raise ProtocolError("a call", why="the name of an argument is no text")
+    return values
+
+
+def _is_simple(item: CborValue) -> bool:
+    """Return whether an item is a number, a text, a tensor, or what is made of those."""
+    return not isinstance(item, list) or (bool(item) and item[0] in ("t", "l", "d", "T"))
+
+
+def _bound(grant: Grant | None) -> int:
+    """Return how many bytes an operator's result may have."""
+    granted = None if grant is None else grant.quotas.max_bytes
+    return MAX_RESULT_BYTES if granted is None else min(MAX_RESULT_BYTES, granted)
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
 def _fail(owned: Owned, error: BaseException) -> None:
     if not owned.outcome.done():
         owned.outcome.set_exception(error)
 
 
 async def _completed(agent: Agent, future: Any) -> Any:
-    if not isinstance(future, torch.futures.Future):
-        raise TypeError(
-            "Functions decorated with async_execution must return a torch.futures.Future, and this "
-            f"one has returned a {type(future).__name__}"
+    if not isinstance(future, torch._C.Future):  # which is what its then() returns
+        raise RpcError(
+            "call of an async_execution function",
+            why="Functions decorated with @rpc.async_function must return a torch.futures.Future "
+            f"object, but got {type(future).__name__}",
         )
     done = anyio.Event()
     future.add_done_callback(lambda _: agent.bridge.call_soon(done.set))

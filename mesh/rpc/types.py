@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mesh.rpc.errors import NotExposed, RpcError
@@ -29,6 +30,7 @@ class TypeTable:
         self._lock = threading.Lock()
         self._names: dict[type, str] = {}
         self._types: dict[str, type] = {}
+        self._made: dict[type, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 
     def add(self, kind: type, name: str | None = None) -> None:
         """Let values of exactly this type travel.
@@ -59,6 +61,22 @@ class TypeTable:
             self._types[name] = kind
             self._names[kind] = name
 
+    def add_made(
+        self, kind: type, name: str, fields: tuple[str, ...], make: Callable[..., Any]
+    ) -> None:
+        """Let values of a type of the library's own travel.
+
+        Args:
+            kind: the type.
+            name: what both sides call it.
+            fields: the attributes that travel.
+            make: makes a value of them, which are what the peer says.
+        """
+        with self._lock:
+            self._made[kind] = (fields, make)
+            self._types[name] = kind
+            self._names[kind] = name
+
     def name_of(self, kind: type) -> str | None:
         """Return what a type is called, None if its values don't travel."""
         return self._names.get(kind)
@@ -70,6 +88,8 @@ class TypeTable:
     def fields_of(self, value: Any) -> dict[str, Any]:
         """Return what a record's constructor is to be given."""
         kind = type(value)
+        if kind in self._made:
+            return {name: getattr(value, name) for name in self._made[kind][0]}
         if dataclasses.is_dataclass(kind):
             return {name: getattr(value, name) for name in _fields(kind)}
         return dict(zip(kind._fields, value, strict=True))
@@ -82,10 +102,11 @@ class TypeTable:
             ProtocolError: it has other fields, or its constructor refuses them.
         """
         kind = self._find(name)
-        if issubclass(kind, enum.Enum) or tuple(fields) != _fields(kind):
+        names, make = self._made.get(kind) or (_fields(kind), kind)
+        if issubclass(kind, enum.Enum) or tuple(fields) != names:
             raise ProtocolError("reading of a value", why=f"{name!r:.80} has other fields here")
         try:
-            return kind(**fields)
+            return make(**fields)
         except Exception as error:
             raise ProtocolError(
                 "reading of a value", why=f"{name!r:.80} refuses its fields: {error!s:.120}"

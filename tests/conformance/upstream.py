@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from mesh.distributed import Options, ProcessGroupMesh, forming
 from mesh.distributed.options import options_in_use
 
-__all__ = ["load", "names", "outcome"]
+__all__ = ["load", "names", "outcome", "reason"]
 
 # Its base class of tests comes from a package that the tests here have no use for.
 _expecttest: Any = types.ModuleType("expecttest")
@@ -130,7 +130,7 @@ def outcome(suite: type[Any], name: str, rank: int, directory: str) -> str:
         common_utils.set_rng_seed()
         test = suite(name)
         test.rank, test.file_name = rank, f"{directory}/store"
-        why = _reason(getattr(test, name))
+        why = reason(getattr(test, name))
         module.Barrier.sync(timeout=30)
         return why
     finally:
@@ -138,7 +138,8 @@ def outcome(suite: type[Any], name: str, rank: int, directory: str) -> str:
             dist.destroy_process_group()
 
 
-def _reason(test: _Test) -> str:
+def reason(test: _Test) -> str:
+    """Run a test; return why it was left out, or ""."""
     if getattr(test, "__unittest_skip__", False):
         why = str(test.__unittest_skip_why__)  # type: ignore[attr-defined]
         # Sets of names are printed in any order.

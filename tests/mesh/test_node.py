@@ -555,3 +555,47 @@ async def test_tensors(tmp_path: Path) -> None:
         for each in (a, b):
             sizes = each.table_sizes()
             assert (sizes["tensors"], sizes["tensor_bytes"], sizes["tokens"]) == (0, 0, 0)
+
+
+async def test_a_program_outlives_its_first_delegation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.node.PROGRAM_LIFETIME", 0.6)
+    monkeypatch.setattr("auth.delegation.CLOCK_SKEW", 0.0)
+    here, there = Home(tmp_path / "here"), tmp_path / "there"
+    own = here.create()
+    async with machine(there) as daemon:
+        keys = Home(there).authorized_keys(daemon.node_id)
+        keys.add(own.node_id, "here")
+        async with program(daemon.ticket(), home=here.path) as client:
+            connection = daemon.endpoint.connection(client.node_id)
+            assert connection is not None
+            ends = []
+            with anyio.fail_after(5):
+                while len(ends) < 4:
+                    assert connection.grant is not None
+                    if connection.grant.expires_at not in ends:
+                        ends.append(connection.grant.expires_at)
+                    await anyio.sleep(0.02)
+            assert connection.is_open
+            assert ends == sorted(ends)
+            assert await (await client.connect(daemon.ticket())).ping() > 0
+
+
+async def test_a_key_that_is_gone_ends_a_program_and_not_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mesh.node.PROGRAM_LIFETIME", 0.6)
+    monkeypatch.setattr("auth.delegation.CLOCK_SKEW", 0.0)
+    here, there = Home(tmp_path / "here"), tmp_path / "there"
+    own = here.create()
+    async with machine(there) as daemon:
+        Home(there).authorized_keys(daemon.node_id).add(own.node_id, "here")
+        async with program(daemon.ticket(), home=here.path) as client:
+            here.key_path.unlink()
+            connection = daemon.endpoint.connection(client.node_id)
+            assert connection is not None
+            with anyio.fail_after(5):
+                error = await connection.wait_closed()
+            assert isinstance(error, AccessDenied)
+            assert "could not be renewed" in caplog.text

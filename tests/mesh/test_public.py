@@ -12,6 +12,8 @@ import mesh
 PUBLIC = {
     "AccessDenied",
     "AuthorizedKeys",
+    "DistributedContext",
+    "ReduceOperation",
     "Authorizer",
     "EndpointConfig",
     "Grant",
@@ -29,13 +31,16 @@ PUBLIC = {
     "Ticket",
     "allow_any",
     "any_of",
+    "autograd",
     "blocking",
     "deny_all",
     "describe",
     "device",
     "devices",
     "errors",
+    "optim",
     "rpc",
+    "train",
 }
 
 

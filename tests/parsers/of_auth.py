@@ -27,7 +27,7 @@ from auth.encoding import base32_decode, base32_encode, cbor_decode, cbor_encode
 from auth.keys_file import parse_authorized_keys
 from tests.parsers.parser import Parser, texts
 
-__all__ = ["PARSERS", "node_ids", "petnames", "scopes"]
+__all__ = ["PARSERS", "delegations", "node_ids", "petnames", "scopes"]
 
 KEY = SecretKey.from_bytes(bytes(32))
 CERTIFICATE = certificate_for(KEY).public_bytes(Encoding.DER)
@@ -67,7 +67,7 @@ def _signed(kind: Callable[..., Any], **fields: st.SearchStrategy[Any]) -> st.Se
     return st.builds(kind, signature=st.binary(min_size=64, max_size=64), **fields)
 
 
-_delegations = _signed(
+delegations = _signed(
     Delegation,
     machine=node_ids,
     program=node_ids,
@@ -159,7 +159,7 @@ PARSERS = [
         name="auth.delegation",
         covers=("auth.delegation.Delegation.decode",),
         form="bytes",
-        values=_delegations,
+        values=delegations,
         write=Delegation.encode,
         read=Delegation.decode,
         refuses=(IdentityError,),

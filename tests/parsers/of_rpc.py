@@ -11,6 +11,8 @@ from auth import MeshError
 from mesh.rpc.errors import NotExposed
 from mesh.rpc.exceptions import decode_exception, encode_exception
 from mesh.rpc.exposed import Exposures
+from mesh.rpc.listing import Listing
+from mesh.rpc.owned import RefRow
 from mesh.rpc.types import TypeTable
 from mesh.rpc.values import Packer, Unpacker
 from mesh.rpc.wire import (
@@ -23,6 +25,7 @@ from mesh.rpc.wire import (
     Request,
     Share,
     Target,
+    Wanted,
 )
 from tensor_bridge import TensorMeta, UnsupportedTensor
 from tests.parsers.of_auth import node_ids
@@ -48,7 +51,8 @@ def _besides(draw: st.DrawFn) -> Beside:
     inline = [
         bytes(meta.nbytes) if meta.nbytes < 4096 and draw(st.booleans()) else None for meta in what
     ]
-    return Beside(tuple(what), tuple(inline))
+    devices = tuple(draw(st.none() | st.just("cuda:1")) for _ in what)
+    return Beside(tuple(what), tuple(inline), devices)
 
 
 @st.composite
@@ -78,6 +82,15 @@ _notes = st.builds(
     st.lists(_forks, max_size=3).map(tuple),
     st.lists(_forks, max_size=3).map(tuple),
     st.lists(_ids, max_size=3).map(tuple),
+)
+
+_rows = st.builds(
+    RefRow,
+    st.text("0123456789abcdef", min_size=32, max_size=32),
+    _names,
+    st.lists(node_ids, max_size=3).map(tuple),
+    st.integers(0, 1 << 40),
+    st.floats(0, 1e9),
 )
 
 _scalars = st.one_of(
@@ -207,8 +220,27 @@ PARSERS = [
         refuses=(ProtocolError,),
     ),
     Parser(
+        name="rpc.wanted",
+        covers=("mesh.rpc.wire.Wanted.decode",),
+        form="message",
+        values=st.builds(Wanted, st.integers(0, 1 << 62)),
+        write=Wanted.encode,
+        read=Wanted.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="rpc.listing",
+        covers=("mesh.rpc.listing.Listing.decode",),
+        form="message",
+        values=st.builds(Listing, st.lists(_rows, max_size=3).map(tuple), st.integers(0, 9)),
+        write=Listing.encode,
+        read=lambda value: Listing.decode(value)[0],
+        refuses=(ProtocolError,),
+        is_canonical=False,  # who holds it more often than are named is a number alone
+    ),
+    Parser(
         name="rpc.value",
-        covers=("mesh.rpc.values.Unpacker.unpack",),
+        covers=("mesh.rpc.values.Unpacker.unpack", "mesh.rpc.values.Unpacker.unpack_all"),
         form="message",
         values=_values,
         write=_write_value,

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 import transport.errors
-from auth import AccessDenied, Denial, IdentityError, MeshError, TokenRefused
+from auth import AccessDenied, Delegation, Denial, IdentityError, MeshError, TokenRefused
+from tests.parsers.of_auth import delegations
 from tests.parsers.parser import MAX_MESSAGE, Parser, cbor_values, texts
 from transport import cbor
 from transport.addresses import canonical_address, format_address, parse_address
@@ -32,6 +33,7 @@ from transport.protocol.hello import (
     proof_value,
 )
 from transport.protocol.newcomers import NewcomerRules, prefix_of
+from transport.renewal import parse_renewal
 
 __all__ = ["PARSERS", "addresses", "errors", "same_error"]
 
@@ -202,6 +204,15 @@ PARSERS = [
         read=Welcome.from_value,
         refuses=(ProtocolError,),
         is_canonical=False,  # a newer peer may say more
+    ),
+    Parser(
+        name="transport.renewal",
+        covers=("transport.renewal.parse_renewal",),
+        form="message",
+        values=delegations,
+        write=Delegation.encode,
+        read=parse_renewal,
+        refuses=(ProtocolError, IdentityError),
     ),
     Parser(
         name="transport.challenge",

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from auth import MeshError, SecretKey
+from auth import Delegation, MeshError, SecretKey
 from tests.cancelling import Operation, Scenarios, at_each_await, at_each_turn, at_its_end
 from tests.transport.nodes import at, endpoint
 from tests.transport.wires import Wires, wires
@@ -363,6 +363,18 @@ async def connect(w: Wires) -> AsyncIterator[Operation]:
 async def reconsider(w: Wires) -> AsyncIterator[Operation]:
     async def run() -> None:
         await w.listener.reconsider(w.dialer.node_id)
+
+    yield run
+
+
+@covers("transport.Endpoint.present")
+async def present(w: Wires) -> AsyncIterator[Operation]:
+    machine = SecretKey.generate()
+    own = w.dialer.node_id
+    delegation = Delegation.issue(machine, own, ("node",), 60.0, time.time())
+
+    async def run() -> None:
+        await w.dialer.present(delegation)
 
     yield run
 

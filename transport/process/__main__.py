@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(descriptor, False)
     parent = _watch(program)
     shared = map_memory(memory[0]) if memory else memoryview(b"")
-    server = Server(socket.socket(fileno=control), udp, shared)
+    server = Server(program, socket.socket(fileno=control), udp, shared)
     log = logging.getLogger("quicmesh")
     log.addHandler(_ToProgram(server))
     log.propagate = False

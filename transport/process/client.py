@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import time
 import weakref
 from collections import deque
@@ -25,7 +24,8 @@ from transport.process.channel import Channel
 from transport.process.memory import SharedMemory
 from transport.process.mirror import MirrorLink
 from transport.process.mirror_stream import Piece
-from transport.process.records import MAX_PACKET, MAX_PAYLOAD, Kind, Record, encode
+from transport.process.pulse import LOOKS, Pulse, processor_time
+from transport.process.records import MAX_PAYLOAD, Kind, Record, encode
 from transport.process.setup import map_of
 from transport.process.spawn import Child, spawn
 from transport.protocol.turns import Turns
@@ -35,7 +35,7 @@ from transport.udp import Refusal, UdpSocket
 __all__ = ["ProcessEngine"]
 
 START_SECONDS = 30.0
-"""How long the process may take to start: half a second, on a machine that is not overloaded."""
+"""How long the process may take to come up: half a second, on a machine that is not overloaded."""
 
 STOP_SECONDS = 2.0
 """How long it may take to end once it has nothing more to do."""
@@ -43,11 +43,11 @@ STOP_SECONDS = 2.0
 CAUSE_SECONDS = 1.0
 """How long to wait for the cause, once it says nothing any more."""
 
-LOOK_SECONDS = 4.0
-MAX_MISSES = 1
-"""How often the process is asked whether it is still there, and how often in a row it may miss
-that: so long it may be without a processor, or this event loop blocked. As often, shared memory
-that nobody has goes back to the system."""
+ANSWER_SECONDS = 8.0
+"""How long the process may answer nothing though it works."""
+
+TRIM_SECONDS = 4.0
+"""How often shared memory that nobody has goes back to the system."""
 
 _LAZY = frozenset({Kind.OPEN, Kind.RELEASE})
 """What may wait for the next packet."""
@@ -97,7 +97,9 @@ class ProcessEngine:
         self._dials: dict[int, tuple[anyio.Event, list[Refusal | None]]] = {}
         self._syncs: deque[tuple[int, list[Piece]]] = deque()
         self._next_sync = 1
-        self._synced = 0
+        self._pulse = Pulse(config.liveness, time.monotonic())
+        self._answers = Pulse(START_SECONDS, time.monotonic())
+        self._is_up = False
         self._why: str | None = None
         self._unfed: dict[MirrorLink, None] = {}
         self._later = Later(self._go_on)
@@ -106,10 +108,13 @@ class ProcessEngine:
     # -- life
 
     async def open(self) -> None:
-        """Start the process, and wait until it serves.
+        """Start the process.
+
+        It takes a while to come up, and hears then of what was said meanwhile; what peers send
+        waits in the socket.
 
         Raises:
-            EndpointLost: it could not be started, or did not come up.
+            EndpointLost: it can't be started here.
         """
         with contextlib.suppress(OSError, AttributeError):  # without, bytes take the other way
             self._memory = SharedMemory()
@@ -128,20 +133,6 @@ class ProcessEngine:
         }
         channel.add(encode(Kind.SETUP, payload=encode_cbor(setup, max_size=MAX_PAYLOAD)))
         channel.flush()
-        with anyio.move_on_after(START_SECONDS):
-            await anyio.wait_readable(control)
-        try:
-            is_up = bool(control.recv(MAX_PACKET, socket.MSG_PEEK))
-        except OSError:
-            is_up = False
-        if not is_up:
-            with anyio.move_on_after(CAUSE_SECONDS):
-                await self._child.ended()
-            raise EndpointLost(
-                "starting the endpoint process",
-                why=self._child.cause(),
-                fix="What it wrote to the standard error output says more.",
-            )
 
     async def run(self) -> None:
         """Serve until cancelled, also when the process is gone: waits still have to end."""
@@ -149,6 +140,8 @@ class ProcessEngine:
             tasks.start_soon(self.deadlines.run)
             tasks.start_soon(self._later.run)
             tasks.start_soon(self._look_after)
+            if self._memory is not None:
+                tasks.start_soon(self._trim, self._memory)
             await self._serve()
 
     async def _serve(self) -> None:
@@ -175,10 +168,12 @@ class ProcessEngine:
     def _lose(self, why: str) -> None:
         """The process is gone: tell everybody who waits for something of it."""
         error = self._lost = EndpointLost(
-            "the endpoint process",
+            "the endpoint process" if self._is_up else "starting the endpoint process",
             why=why,
             fix="Open the node anew. If nobody has killed it, its log, or that of the system, "
-            "says more.",
+            "says more."
+            if self._is_up
+            else "What it wrote to the standard error output says more.",
         )
         _log.error("%s", error)
         self._socket.close()  # so that peers, too, learn at once that nobody is there
@@ -205,6 +200,8 @@ class ProcessEngine:
             self._channel.close()
         child, self._child = self._child, None
         if child is not None:
+            if not self._is_up:
+                child.kill()  # it has met nobody
             try:
                 with anyio.move_on_after(STOP_SECONDS, shield=True):
                     await child.ended()
@@ -302,6 +299,7 @@ class ProcessEngine:
     def _taken(self, more: bool) -> None:
         touched, self._touched = self._touched, {}
         now = time.monotonic()
+        self._pulse.heard(now)
         for link in touched:
             self._report(link)
             self._on_pumped(link)
@@ -314,7 +312,8 @@ class ProcessEngine:
             self._on_event(link, event)
 
     def _take_ready(self, record: Record) -> None:
-        pass  # that it says something is enough
+        self._is_up = True
+        self._answers = Pulse(ANSWER_SECONDS, time.monotonic())
 
     def _take_dialled(self, record: Record) -> None:
         waiting = self._dials.get(record.link)
@@ -342,7 +341,7 @@ class ProcessEngine:
             self._wake_drain()
 
     def _take_synced(self, record: Record) -> None:
-        self._synced = record.number
+        self._answers.heard(time.monotonic())
         while self._syncs and self._syncs[0][0] <= record.number:
             _, pieces = self._syncs.popleft()
             assert self._memory is not None
@@ -410,18 +409,29 @@ class ProcessEngine:
             self.pump(link)
 
     async def _look_after(self) -> None:
-        """See that the process still answers; give memory back that was not used of late."""
-        misses = 0
+        """Show the process that this program goes on, and see that it does itself."""
+        now = time.monotonic()
+        self._pulse.heard(now)
+        self._answers.heard(now)
+        child = self._child
+        assert child is not None
         while self._lost is None:
-            asked, self._next_sync = self._next_sync, self._next_sync + 1
-            self._say(encode(Kind.SYNC, number=asked))
-            await anyio.sleep(LOOK_SECONDS)
-            if self._memory is not None:
-                self._memory.trim()
-            misses = 0 if self._synced >= asked else misses + 1
-            if misses > MAX_MISSES and self._child is not None:
-                self._why = f"it has not answered for {misses * LOOK_SECONDS:.0f} s"
-                self._child.kill()
+            number, self._next_sync = self._next_sync, self._next_sync + 1
+            self._say(encode(Kind.SYNC, number=number))
+            await anyio.sleep(self._config.liveness / LOOKS)
+            now = time.monotonic()
+            if self._pulse.is_lost(now, processor_time(child.pid)) and self._is_up:
+                self._why = f"it did nothing for {self._config.liveness:g} s, as if it were stopped"
+                child.kill()
+            elif self._answers.is_lost(now, None):
+                seconds = ANSWER_SECONDS if self._is_up else START_SECONDS
+                self._why = f"it has not answered for {seconds:g} s"
+                child.kill()
+
+    async def _trim(self, memory: SharedMemory) -> None:
+        while self._lost is None:
+            await anyio.sleep(TRIM_SECONDS)
+            memory.trim()
 
     def _check(self) -> None:
         if os.getpid() != self._process:

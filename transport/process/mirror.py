@@ -18,7 +18,8 @@ from collections.abc import Callable
 from auth import IdentityError, MeshError, NodeId, SocketAddress
 from transport.addresses import format_address, parse_address
 from transport.cbor import decode as decode_cbor
-from transport.errors import ProtocolError
+from transport.codes import AppCode
+from transport.errors import EndpointLost, ProtocolError
 from transport.process.memory import SharedMemory
 from transport.process.mirror_stream import Landing, Loan, MirrorStream, Piece
 from transport.process.records import (
@@ -185,6 +186,10 @@ class MirrorLink:
         if refused is not None:
             why, fix = refused
             self.peer_error = IdentityError("proof of identity", why=why, fix=fix)
+        if (by, record.number) == (EndedBy.LOCAL.value, AppCode.GONE):
+            self.failure = EndpointLost(
+                "the connection", why="this program did not go on, so that its peers gave it up"
+            )
         self._end(ConnectionEnded(EndedBy(by), record.number, reason, is_application))
 
     def _take_facts(self, payload: memoryview) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from transport.engine import Link
 from transport.errors import ProtocolError
 from transport.loop_engine import LoopEngine
 from transport.process.channel import Channel
+from transport.process.pulse import LOOKS, Pulse, processor_time
 from transport.process.records import (
     ADMIT,
     FACTS,
@@ -75,12 +77,14 @@ class Server:
     """Serves one program.
 
     Args:
-        control: the socket to the program.
+        program: its process id.
+        control: the socket to it.
         udp: descriptor of the bound socket of the endpoint.
         memory: shared with the program; empty where there is none.
     """
 
-    def __init__(self, control: socket.socket, udp: int, memory: memoryview) -> None:
+    def __init__(self, program: int, control: socket.socket, udp: int, memory: memoryview) -> None:
+        self._program = program
         self._udp = udp
         self._memory = memory
         self._channel = Channel(
@@ -97,6 +101,11 @@ class Server:
         self._touched: dict[ConnectionCore, None] = {}
         self._indebted: dict[ConnectionCore, None] = {}
         self._next_inbound = 2
+        self._pulse = Pulse(math.inf, time.monotonic())
+        self._liveness = math.inf
+        self._unheard: list[ConnectionCore] = []
+        """Connections that strangers have begun while the program does not go on."""
+        self._is_program_lost = False
         self._report = b""
         self._was_left = False
         """Whether the program has ended with connections open."""
@@ -117,6 +126,7 @@ class Server:
             if not self._over.is_set():
                 tasks.start_soon(self._engine.run)
                 tasks.start_soon(self._look_at_figures)
+                tasks.start_soon(self._look_after)
                 self._say(Kind.READY)
                 await self._over.wait()
                 if self._was_left:
@@ -145,6 +155,7 @@ class Server:
 
     def _taken(self, more: bool) -> None:
         touched, self._touched = self._touched, {}
+        self._pulse.heard(time.monotonic())
         for core in touched:
             self._engine.pump(core)
 
@@ -164,6 +175,8 @@ class Server:
             on_pumped=self._on_pumped,
         )
         self._socket = sock
+        self._liveness = config.liveness
+        self._pulse = Pulse(config.liveness, time.monotonic())
         self._set_up.set()
 
     def _take_offer(self, record: Record) -> None:
@@ -284,6 +297,9 @@ class Server:
     # -- the engine's events
 
     def _on_inbound(self, link: Link, address: SocketAddress) -> None:
+        if self._is_program_lost:  # it would have to hear of each, whenever it goes on
+            self._unheard.append(_core(link))
+            return
         number, self._next_inbound = self._next_inbound, self._next_inbound + 2
         self._add(LinkState(number, _core(link), address))
         self._say(Kind.INCOMING, number, value=[address[0], address[1]])
@@ -515,23 +531,44 @@ class Server:
     # -- life
 
     def say_log(self, name: str, level: int, text: str) -> None:
-        """Pass on a record of this process's log."""
-        self._say(Kind.LOG, value=[name, level, text[:MAX_LOG]])
+        """Pass on a record of this process's log, unless the program is far behind."""
+        if not self._channel.is_full:
+            self._say(Kind.LOG, value=[name, level, text[:MAX_LOG]])
 
     async def _watch(self, parent: int) -> None:
         await anyio.wait_readable(parent)
         self._channel.end()
 
+    async def _look_after(self) -> None:
+        """See that the program goes on; its peers are told if it does not.
+
+        Else they would take it for alive: it is this process that answers for it.
+        """
+        why = f"its program did nothing for {self._liveness:g} s: it is stopped, or hangs"
+        while True:
+            await anyio.sleep(self._liveness / LOOKS)
+            worked = processor_time(self._program)
+            self._is_program_lost = self._pulse.is_lost(time.monotonic(), worked)
+            if self._is_program_lost:
+                self._give_up(why)
+
     def _program_is_gone(self) -> None:
         """Tell all peers, who would find out by its silence otherwise."""
         self._over.set()
         self._set_up.set()
-        for state in list(self._links.values()):
+        self._was_left = self._give_up("the program has ended without a word")
+
+    def _give_up(self, why: str) -> bool:
+        """Close every connection; return whether any was still open."""
+        was_open = False
+        unheard, self._unheard = self._unheard, []
+        for core in [*(state.core for state in self._links.values()), *unheard]:
             with contextlib.suppress(Exception):
-                if state.core.ended is None:
-                    self._was_left = True
-                    state.core.close(AppCode.GONE, "the program has ended without a word")
-                self._engine.pump(state.core)
+                if core.ended is None:
+                    was_open = True
+                    core.close(AppCode.GONE, why)
+                self._engine.pump(core)
+        return was_open
 
 
 _OF_ENDPOINT: dict[Kind, Callable[[Server, Record], None]] = {

@@ -35,6 +35,10 @@ CLOSE_SECONDS = 5.0
 TOGETHER_SECONDS = 0.25
 """Who dies within this time of another is told of together with it."""
 
+MAX_LENGTHS = 64
+"""Lengths of whole tensors for which views are kept; they cost a call more than they are looked at.
+"""
+
 _LEFT, _BROKEN = 1, 2
 
 
@@ -74,6 +78,9 @@ class Board:
         """Rounds that this rank has shown."""
         self.bytes = memoryview(memory)
         self.words = memoryview(memory).cast("Q")
+        self.boxes = [(self._box(each, 0), self._box(each, 1)) for each in range(layout.size)]
+        """For each place its boxes of even and odd rounds."""
+        self.counters = [layout.counter(each) for each in range(layout.size)]
         self.why_closed: CollectiveError | None = None
         """What ended the group, if it is closed and this rank has not left it."""
         self._memory = memory
@@ -88,6 +95,7 @@ class Board:
         )
         self._waiter = Waiter(self.words, layout.flag(place), own, list(pidfds.values()))
         self._boxes: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._heads: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
         self._process = os.getpid()
         self._in_use = threading.Lock()
         self._is_closed = False
@@ -117,19 +125,21 @@ class Board:
         self._bell.ring(self.count)
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> None:
-        """Wait for the others, as `Waiter.wait`.
+        """Wait for the others, as `Waiter.wait`. Let `is_ready` call `check_open`.
 
         Raises:
             TimeoutError, Gone: as it does.
-            BoardClosed: this rank has left the group.
         """
+        self._waiter.wait(is_ready, deadline)
 
-        def look() -> bool:
-            if self._is_closed:
-                raise BoardClosed
-            return is_ready()
+    def check_open(self) -> None:
+        """Raise unless this rank is in the group.
 
-        self._waiter.wait(look, deadline)
+        Raises:
+            BoardClosed: it has left.
+        """
+        if self._is_closed:
+            raise BoardClosed
 
     def elements(self, place: int, parity: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a box as elements of `dtype`."""
@@ -144,6 +154,22 @@ class Board:
                 for odd in (0, 1)
             ]
         return boxes[2 * place + parity]
+
+    def heads(self, parity: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Return the first `count` elements of the boxes of all places."""
+        heads = self._heads.get((dtype, count))
+        if heads is None:
+            if len(self._heads) >= MAX_LENGTHS:
+                self._heads.clear()
+            heads = self._heads[dtype, count] = [
+                [self.elements(each, odd, dtype)[:count] for each in range(self.layout.size)]
+                for odd in (0, 1)
+            ]
+        return heads[parity]
+
+    def _box(self, place: int, parity: int) -> memoryview:
+        start = self.layout.box(place, parity)
+        return self.bytes[start : start + self.layout.box_bytes]
 
     # Who is there.
 
@@ -207,6 +233,8 @@ class Board:
         self.words[self.layout.left(self.place)] = _BROKEN if is_broken else _LEFT
         self._bell.ring(self.count)  # so that who waits for this rank looks
         self._boxes.clear()
+        self._heads.clear()
+        self.boxes.clear()
         for descriptor in (self._own, *self._eventfds.values(), *self._pidfds.values()):
             os.close(descriptor)
         self.words.release()

@@ -2,7 +2,7 @@
 
 ::
 
-    u64 sequence, u32 length, u32 zero, `length` bytes of text    as long as `CALL_BYTES`
+    u64 sequence, u32 length, u32 zero, `length` bytes of text    zeros up to `CALL_BYTES`
     u64 rounds                                                     that this rank needs
     u64 nbytes                                                     for each place, in order
 
@@ -16,7 +16,7 @@ import struct
 
 from mesh.collective.exchange import Signature
 
-__all__ = ["CALL_BYTES", "call", "decode_call", "decode_rest", "encode_rest", "header_bytes"]
+__all__ = ["CALL_BYTES", "decode_call", "decode_rest", "encode", "header_bytes"]
 
 CALL_BYTES = 448
 """Room for sequence and text."""
@@ -31,10 +31,12 @@ def header_bytes(size: int) -> int:
     return CALL_BYTES + 8 * (1 + size)
 
 
-def call(signature: Signature, sequence: int) -> bytes:
-    """Return the first part, without what follows the text: equal for equal calls."""
+@functools.lru_cache(maxsize=1024)
+def encode(signature: Signature, rounds: int, sizes: tuple[int, ...]) -> bytes:
+    """Return a header but for the sequence number, which goes before it."""
     text = _text(signature)
-    return _CALL.pack(sequence, len(text), 0) + text
+    head = _CALL.pack(0, len(text), 0)[8:] + text
+    return head.ljust(CALL_BYTES - 8, b"\0") + _rest(len(sizes)).pack(rounds, *sizes)
 
 
 def decode_call(data: bytes) -> tuple[Signature, int]:
@@ -56,13 +58,8 @@ def decode_call(data: bytes) -> tuple[Signature, int]:
     return Signature(name, dtype, int(numel) if numel else None, detail), sequence
 
 
-def encode_rest(rounds: int, sizes: tuple[int, ...]) -> bytes:
-    """Return the part that follows `CALL_BYTES`."""
-    return _rest(len(sizes)).pack(rounds, *sizes)
-
-
 def decode_rest(data: bytes | memoryview) -> tuple[int, ...]:
-    """Return rounds and sizes. Any bytes are some."""
+    """Return rounds and sizes, of what follows `CALL_BYTES`. Any bytes are some."""
     return _rest(len(data) // 8 - 1).unpack(data)
 
 
@@ -71,7 +68,6 @@ def _rest(size: int) -> struct.Struct:
     return struct.Struct(f"<Q{size}Q")
 
 
-@functools.lru_cache(maxsize=1024)
 def _text(one: Signature) -> bytes:
     numel = "" if one.numel is None else str(one.numel)
     return _BETWEEN.join((one.name, one.dtype, numel, one.detail)).encode()[:_LONGEST]

@@ -1,9 +1,12 @@
 """Operations that reduce, in the memory that all ranks share.
 
-A small tensor each rank shows whole, and reduces for itself: one round. Of larger ones each rank
-reduces a part. A box has then a lane for each of the others' parts, and one for the own: while the
-contributions to one piece of each part are shown, so are the results for the piece before. A result
-is reduced where it is shown, and contributions are read where they were shown: each is copied once.
+A small tensor each rank shows whole, and reduces for itself: one round. So do two ranks with any,
+piece by piece: as many bytes are moved as if each reduced a half, in fewer rounds.
+
+Of larger ones of more ranks each reduces a part. A box has then a lane for each of the others'
+parts, and one for the own: while the contributions to one piece of each part are shown, so are the
+results for the piece before. A result is reduced where it is shown, and contributions are read
+where they were shown: each is copied once.
 
 Contributions are folded in the order of the ranks, as `mesh.collective.reduction` does.
 """
@@ -24,7 +27,11 @@ from mesh.collective.reduction import Reduction, reduce_into
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 
 WHOLE_BYTES = 64 * 1024
-"""Largest tensor that every rank reduces for itself. Beyond, bytes cost more than a round."""
+"""Largest tensor that each of several ranks reduces for itself. Beyond, bytes cost more than a
+round."""
+
+PIECE_BYTES = 1 << 20
+"""What two ranks show each other of a tensor in one round."""
 
 FOLD_ELEMENTS = 32768
 """Elements folded at a time: as many as torch does on the calling thread alone. The ranks of a host
@@ -34,7 +41,7 @@ have its cores among them, and threads of its own would wait for each other's tu
 def all_reduce(board: Board, operation: Operation, elements: torch.Tensor, op: Reduction) -> None:
     """See `mesh.collective.all_reduce`."""
     nbytes = elements.numel() * elements.dtype.itemsize
-    if nbytes <= min(WHOLE_BYTES, board.layout.box_bytes):
+    if board.layout.size == 2 or nbytes <= min(WHOLE_BYTES, board.layout.box_bytes):
         _reduce_whole(board, operation, elements, nbytes, op)
     else:
         _reduce_parts(board, operation, elements, nbytes, op)
@@ -64,7 +71,7 @@ def reduce(
             if is_root and piece.numel():
                 parts = [turns.elements(place, dtype) for place in range(size)]
                 parts[root] = piece
-                _fold(piece, parts, op)
+                _fold(piece, parts, op, is_apart=root < 2)
 
 
 def reduce_scatter(
@@ -94,22 +101,26 @@ def reduce_scatter(
             if target.numel():
                 parts = [turns.elements(each, dtype)[place * step :] for each in range(size)]
                 parts[place] = chunks[place][at * step : (at + 1) * step]
-                _fold(target, parts, op)
+                _fold(target, parts, op, is_apart=False)
 
 
 def _reduce_whole(
     board: Board, operation: Operation, elements: torch.Tensor, nbytes: int, op: Reduction
 ) -> None:
-    count, sizes = elements.numel(), (nbytes,) * board.layout.size
-    with Rounds(board, operation, count=1, sizes=sizes, wanted=sizes) as turns:
-        turns.own_box()[:nbytes] = raw(elements)
-        turns.turn()
-        if count:
-            parts = [
-                elements if place == board.place else turns.elements(place, elements.dtype)[:count]
-                for place in range(board.layout.size)
-            ]
-            _fold(elements, parts, op)
+    size, place, dtype, numel = board.layout.size, board.place, elements.dtype, elements.numel()
+    step = min(PIECE_BYTES, board.layout.box_bytes) // dtype.itemsize
+    count, sizes = max(1, -(-numel // step)), (nbytes,) * size
+    with Rounds(board, operation, count=count, sizes=sizes, wanted=sizes) as turns:
+        while turns.at < count:  # whatever others say: they have as much
+            start = turns.at * step
+            piece = elements if count == 1 else elements[start : start + step]
+            parts = turns.heads(dtype, piece.numel())
+            _copy(parts[place], piece)
+            turns.turn()
+            if numel and size == 2:
+                _fold(piece, (piece, parts[1]) if place == 0 else (parts[0], piece), op)
+            elif numel:
+                _fold(piece, parts, op)
 
 
 def _reduce_parts(
@@ -149,13 +160,30 @@ def _put(target: memoryview, source: memoryview, start: int, longest: int) -> No
     target[:count] = source[start : start + count]
 
 
-def _fold(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
-    """Reduce as many elements of `parts` as `out` has."""
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    count = source.numel()
+    if _is_one_turn(count):
+        target.copy_(source)
+        return
+    for start in range(0, count, FOLD_ELEMENTS):
+        target[start : start + FOLD_ELEMENTS].copy_(source[start : start + FOLD_ELEMENTS])
+
+
+def _fold(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction, *, is_apart: bool = True
+) -> None:
+    """Reduce as many elements of `parts` as `out` has; `is_apart` as for `reduce_into`."""
     count = out.numel()
-    if count <= FOLD_ELEMENTS or torch.get_num_threads() == 1:
-        reduce_into(out, [part if part.numel() == count else part[:count] for part in parts], op)
+    if _is_one_turn(count):
+        same = [part if part.numel() == count else part[:count] for part in parts]
+        reduce_into(out, same, op, is_apart=is_apart)
         return
     for start in range(0, count, FOLD_ELEMENTS):
         target = out[start : start + FOLD_ELEMENTS]
         stop = start + target.numel()
-        reduce_into(target, [part[start:stop] for part in parts], op)
+        reduce_into(target, [part[start:stop] for part in parts], op, is_apart=is_apart)
+
+
+def _is_one_turn(count: int) -> bool:
+    """Return whether torch goes through so many elements on the calling thread alone."""
+    return count <= FOLD_ELEMENTS or torch.get_num_threads() == 1

@@ -11,12 +11,15 @@ import torch
 from mesh.collective.errors import CollectiveError, GroupAborted, RankFailed, RankLeft, RankLost
 from mesh.collective.exchange import Header
 from mesh.collective.host.board import Board, BoardClosed, Gone
-from mesh.collective.host.header import CALL_BYTES, call, decode_call, decode_rest, encode_rest
+from mesh.collective.host.header import CALL_BYTES, decode_call, decode_rest, encode
 
 if TYPE_CHECKING:
     from mesh.collective.operation import Operation
 
 __all__ = ["Rounds"]
+
+_CALL_REST = CALL_BYTES - 8
+"""Bytes of a call behind its number."""
 
 _FIX = "Leave the group and form a new one without it."
 
@@ -52,9 +55,8 @@ class Rounds:
         self.total = max(1, count)
         self._board = board
         self._operation = operation
-        self._sizes = tuple(sizes)
         self._wanted = wanted
-        self._call = call(operation.signature, operation.sequence)
+        self._header = encode(operation.signature, self.total, tuple(sizes))
         self._pending: Sequence[int] = ()
 
     def __enter__(self) -> Self:
@@ -84,16 +86,21 @@ class Rounds:
 
     def own_box(self) -> memoryview:
         """Return this rank's box of the next round, to fill."""
-        return self._box(self._board.place, self._board.count + 1)
+        board = self._board
+        return board.boxes[board.place][(board.count + 1) & 1]
 
     def own_elements(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the same as elements of `dtype`."""
         board = self._board
         return board.elements(board.place, (board.count + 1) & 1, dtype)
 
+    def heads(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Return the first `count` elements of all ranks' boxes of the next round."""
+        return self._board.heads((self._board.count + 1) & 1, dtype, count)
+
     def box(self, place: int) -> memoryview:
         """Return another rank's box of the last round, to read."""
-        return self._box(place, self._board.count)
+        return self._board.boxes[place][self._board.count & 1]
 
     def elements(self, place: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the same as elements of `dtype`."""
@@ -111,10 +118,8 @@ class Rounds:
         board, operation = self._board, self._operation
         if self.at == 0:
             start = board.layout.header(board.place, (board.count + 1) & 1)
-            board.bytes[start : start + len(self._call)] = self._call
-            rest = encode_rest(self.total, self._sizes)
-            start += CALL_BYTES
-            board.bytes[start : start + len(rest)] = rest
+            board.words[start // 8] = operation.sequence
+            board.bytes[start + 8 : start + 8 + len(self._header)] = self._header
         board.show()
         self._pending = board.others
         try:
@@ -131,10 +136,11 @@ class Rounds:
 
     def _have_come(self) -> bool:
         board = self._board
-        words, layout, count = board.words, board.layout, board.count
+        board.check_open()
+        words, counters, count = board.words, board.counters, board.count
         missing = []
         for place in self._pending:
-            found = words[layout.counter(place)]
+            found = words[counters[place]]
             if found == count or found == count + 1:
                 if self.at == 0:
                     self._check(place)
@@ -149,20 +155,21 @@ class Rounds:
         if failure is not None:
             raise self._broken(failure)
         for place in missing:
-            if board.has_left(place) and words[layout.counter(place)] < count:
+            if board.has_left(place) and words[counters[place]] < count:
                 raise self._left(place)
         return False
 
     def _check(self, place: int) -> None:
         """Raise unless another rank has called the same, with as much for this rank as expected."""
-        board = self._board
+        board, header = self._board, self._header
         start = board.layout.header(place, board.count & 1)
-        rest = board.bytes[start + CALL_BYTES : start + CALL_BYTES + 8 * (1 + board.layout.size)]
-        rounds, *sizes = decode_rest(rest)
+        sequence = board.words[start // 8]
+        found = bytes(board.bytes[start + 8 : start + 8 + len(header)])
+        rounds, *sizes = decode_rest(found[_CALL_REST:])
         nbytes = sizes[board.place]
-        is_same = bytes(board.bytes[start : start + len(self._call)]) == self._call
-        if not is_same or nbytes != self._wanted[place]:
-            self._mismatch(place, bytes(board.bytes[start : start + CALL_BYTES]), nbytes)
+        is_same = found[:_CALL_REST] == header[:_CALL_REST]
+        if not is_same or nbytes != self._wanted[place] or sequence != self._operation.sequence:
+            self._mismatch(place, sequence.to_bytes(8, "little") + found[:_CALL_REST], nbytes)
         self.total = max(self.total, rounds)
 
     def _mismatch(self, place: int, data: bytes, nbytes: int) -> None:
@@ -173,11 +180,6 @@ class Rounds:
         found = Header(signature, sequence, 0, nbytes)
         self._operation.expect(self._board.ranks[place], 0, self._wanted[place])(found)
         raise self._at_fault(place, "what it shows has changed")
-
-    def _box(self, place: int, count: int) -> memoryview:
-        layout = self._board.layout
-        start = layout.box(place, count & 1)
-        return self._board.bytes[start : start + layout.box_bytes]
 
     # How it fails.
 

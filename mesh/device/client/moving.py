@@ -67,8 +67,8 @@ class Mover:
     def __init__(self, node: Node, peer: Peer, session: Session, number: bytes) -> None:
         self.node = node
         self.peer = peer
+        self.number = number
         self._session = session
-        self._number = number
         self._turns = anyio.Semaphore(AT_ONCE)
         self._room = threading.Condition()
         self._count = 0
@@ -198,13 +198,13 @@ class Mover:
     async def _deliver(self, arrival: int, fetch: Callable[[], Awaitable[str]]) -> None:
         """Tell the peer what `fetch` has had arrive there, or the error in its place."""
         try:
-            arrived = Arrived(self._number, arrival, await fetch())
+            arrived = Arrived(self.number, arrival, await fetch())
         except MeshError as error:
-            arrived = Arrived(self._number, arrival, error=error)
+            arrived = Arrived(self.number, arrival, error=error)
         except Exception as error:
             _log.exception("a move between devices failed")
             failed = DeviceError("a move between devices", why=f"{type(error).__name__} here")
-            arrived = Arrived(self._number, arrival, error=failed)
+            arrived = Arrived(self.number, arrival, error=failed)
         try:
             await self._persist(lambda: self._report(arrived))
         except MeshError as error:

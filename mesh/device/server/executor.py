@@ -1,10 +1,11 @@
 """The process that runs one session's operations, and nothing else.
 
 It has no network, no key and no file of its own: batches come and answers go through one socket to
-the node's process. A batch is ``u32 length`` and its bytes, and so is an answer. With the highest
-bit of the length set it is no batch but an order of the node's own (`orders`); descriptors that
-belong to orders and answers lie beside their lengths. If an operation crashes the process, takes
-too long or too much memory, this session is over and no other.
+the node's process, and what concerns groups of devices goes through another. A batch is ``u32
+length`` and its bytes, and so is an answer. With the highest bit of the length set it is no batch
+but an order of the node's own (`orders`); descriptors that belong to orders and answers lie beside
+their lengths. If an operation crashes the process, takes too long or too much memory, this session
+is over and no other.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 import signal
 import socket
 import struct
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import torch
 
 from auth import MeshError
 from mesh.device import wire
+from mesh.device.groups.member import Groups
 from mesh.device.server import orders
 from mesh.device.server.machine import Machine, MachineLimits
 from tensor_bridge import tensor_bytes
@@ -38,6 +41,9 @@ ORDER = 1 << 31
 
 MEMORY_SLACK = 1 << 30
 """Bytes beside the session's own tensors: results on the way, and torch's workspaces."""
+
+STACK_BYTES = 2 << 20
+"""Of each thread: a group of devices has two for each other member, and they count as memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +61,27 @@ class ExecutorLimits:
     threads: int = 0
 
 
-def serve(link: socket.socket, devices: list[str], limits: ExecutorLimits) -> None:
-    """Serve the node's process until it closes its end."""
+def serve(
+    link: socket.socket, beside: socket.socket, devices: list[str], limits: ExecutorLimits
+) -> None:
+    """Serve the node's process until it closes its end.
+
+    Args:
+        link: for operations.
+        beside: for groups of devices.
+        devices: by name.
+        limits: what the session may use.
+    """
     hardware = [torch.device(name) for name in devices]
     _confine(hardware, limits)
-    machine = Machine(hardware, limits.machine)
+    threading.stack_size(STACK_BYTES)
+    groups = Groups(beside, _idle, limits.machine.max_bytes)
+    threading.Thread(target=groups.serve, name="mesh-groups", daemon=True).start()
+    machine = Machine(hardware, limits.machine, groups)
 
     def reply(data: bytes) -> None:
-        # A client that is slow to read takes its own time, and not the operations'.
-        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-        link.sendall(LENGTH.pack(len(data)) + data)
-        signal.setitimer(signal.ITIMER_REAL, left)
+        with _idle():  # a client that is slow to read takes its own time, and not the operations'
+            link.sendall(LENGTH.pack(len(data)) + data)
 
     inlet = Inlet(link)
     try:
@@ -84,6 +100,14 @@ def serve(link: socket.socket, devices: list[str], limits: ExecutorLimits) -> No
         return  # the node's process is gone
     except MeshError as error:
         reply(wire.failure(0, wire.Failure(error)))
+
+
+@contextlib.contextmanager
+def _idle() -> Iterator[None]:
+    """Don't count the time of the block as that of the session's operations."""
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, left)
 
 
 class Inlet:
@@ -166,9 +190,8 @@ def _give(link: socket.socket, request: int, tensor: torch.Tensor) -> bool:
         return False
     try:
         answer = wire.answer(request, None)
-        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-        socket.send_fds(link, [LENGTH.pack(len(answer)) + answer], [descriptor])
-        signal.setitimer(signal.ITIMER_REAL, left)
+        with _idle():
+            socket.send_fds(link, [LENGTH.pack(len(answer)) + answer], [descriptor])
     finally:
         os.close(descriptor)
     return True

@@ -18,6 +18,7 @@ import torch
 from auth import MeshError
 from mesh.device import wire
 from mesh.device.errors import DeviceError, OperationFailed
+from mesh.device.groups.member import Groups
 from mesh.device.server.later import Later, Step
 from mesh.device.server.program import Made, Program
 from mesh.device.server.randomness import RandomStates
@@ -79,7 +80,7 @@ class _Poisoned(Exception):
     """A tensor was to be used that does not exist because an operation has failed."""
 
     def __init__(self, failure: wire.Failure) -> None:
-        super().__init__(failure)
+        super().__init__(str(failure.error))
         self.failure = failure
 
 
@@ -90,6 +91,7 @@ class Machine:
         devices: what the client's device numbers stand for; one may be there several times, each
             with random numbers of its own.
         limits: how much it may hold.
+        groups: of devices that the session is in; without, it is in none.
 
     Attributes:
         operations: how many were run.
@@ -97,13 +99,17 @@ class Machine:
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], limits: MachineLimits | None = None
+        self,
+        devices: Sequence[torch.device],
+        limits: MachineLimits | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.limits = limits or MachineLimits()
         self.operations = 0
         self.used = 0
         self._random = RandomStates(devices)
         self._devices = tuple(devices)
+        self._groups = groups
         self._slots: dict[int, _Slot | wire.Failure] = {}
         self._programs: dict[int, Program] = {}
         self._known: dict[wire.Geometry, wire.Geometry] = {}
@@ -527,8 +533,24 @@ class Machine:
         elif program.template.name == wire.SET_RNG:
             state = self._view(values[0], program.tensors[0])
             self._random.set(program.template.device, state)
+        elif program.call is not None:
+            views = zip(values, program.tensors, strict=False)
+            contribute = partial(map, lambda each: self._view(*each), views)
+            group, sequence = values[-2:]
+            self._in_groups().start(group, sequence, program.call, contribute)
+        elif program.template.name == wire.TAKE:
+            group, sequence = values[-2:]
+            taken = self._in_groups().take(group, sequence, program.nbytes, waits=program.waits)
+            for handle, made, result in zip(values, program.made, taken, strict=False):
+                settled = self._settled(program, made, result.view(made.shape))
+                self._add(handle, settled, made.geometry, program)
         else:
             raise _bad("what only answers was not asked")
+
+    def _in_groups(self) -> Groups:
+        if self._groups is None:
+            raise _bad("there are no groups of devices here")
+        return self._groups
 
     def _define(self, number: int, template: wire.Template) -> None:
         if number in self._programs:
@@ -612,7 +634,7 @@ def _step_of(
             *(values[index] for index in program.written),
         ),
         (program.template.device,) if draws else (),
-        name == wire.WAIT,
+        name in (wire.WAIT, wire.START, wire.TAKE),  # a group's have to come in its order
     )
 
 

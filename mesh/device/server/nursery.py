@@ -1,8 +1,8 @@
 """Starts executors: a process that has loaded torch once, and forks for each session.
 
 torch takes seconds to load and must not be forked once it has computed, so the node's own process
-can't. This one computes nothing. Orders come as lines of JSON, a start with the executor's end of a
-socket beside it::
+can't. This one computes nothing. Orders come as lines of JSON, a start with the executor's ends of
+two sockets beside it::
 
     {"start": id, "devices": [..], "limits": {..}}    {"started": id}
     {"kill": id}                                      {"ended": id, "status": n}
@@ -56,12 +56,20 @@ class Executor:
 
     Attributes:
         link: this process's end of the way to it, which does not block.
+        beside: the same for what concerns groups of devices.
         ended: set once it has ended.
         status: its wait status then; None if nobody knows.
     """
 
-    def __init__(self, number: int, link: socket.socket, kill: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        link: socket.socket,
+        beside: socket.socket,
+        kill: Callable[[int], None],
+    ) -> None:
         self.link = link
+        self.beside = beside
         self.ended = anyio.Event()
         self.status: int | None = None
         self._number = number
@@ -71,6 +79,9 @@ class Executor:
         """End it now, and let go of the way to it."""
         self._kill(self._number)
         self.link.close()
+        if self.beside.fileno() >= 0:
+            anyio.notify_closing(self.beside)
+            self.beside.close()
 
     def why(self, limits: ExecutorLimits) -> str:
         """Return how it has ended, for people."""
@@ -148,14 +159,17 @@ class Nursery:
             self.prepare()
             order = {"start": next(self._numbers), "devices": devices, "limits": _plain(limits)}
             ours, theirs = socket.socketpair()
+            beside, beyond = socket.socketpair()
             try:
                 ours.setblocking(False)
-                executor = Executor(int(str(order["start"])), ours, self._order_kill)
-                with theirs:
-                    await self._send(json.dumps(order).encode() + b"\n", theirs)
+                beside.setblocking(False)
+                executor = Executor(int(str(order["start"])), ours, beside, self._order_kill)
+                with theirs, beyond:
+                    await self._send(json.dumps(order).encode() + b"\n", theirs, beyond)
                 self._executors[executor._number] = executor
             except BaseException:
                 ours.close()
+                beside.close()
                 raise
         return executor
 
@@ -164,12 +178,12 @@ class Nursery:
             with contextlib.suppress(OSError):  # without it, closing the link has to do
                 self._socket.send(json.dumps({"kill": number}).encode() + b"\n")
 
-    async def _send(self, line: bytes, descriptor: socket.socket) -> None:
+    async def _send(self, line: bytes, *sockets: socket.socket) -> None:
         assert self._socket is not None
         with anyio.move_on_after(START_SECONDS):
             while True:
                 try:
-                    socket.send_fds(self._socket, [line], [descriptor.fileno()])
+                    socket.send_fds(self._socket, [line], [each.fileno() for each in sockets])
                     return
                 except BlockingIOError:
                     await anyio.wait_writable(self._socket)
@@ -278,11 +292,13 @@ def main() -> None:
                     os.kill(pid, signal.SIGKILL)
                 continue
             link = socket.socket(fileno=descriptors.pop(0))
+            beside = socket.socket(fileno=descriptors.pop(0))
             pid = os.fork()
             if pid == 0:
-                _be_executor(link, order, (orders, signals, wake))
+                _be_executor(link, beside, order, (orders, signals, wake))
             children[pid] = order["start"]
             link.close()
+            beside.close()
     signal.set_wakeup_fd(-1)
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
@@ -290,7 +306,10 @@ def main() -> None:
 
 
 def _be_executor(
-    link: socket.socket, order: dict[str, Any], others: tuple[socket.socket, ...]
+    link: socket.socket,
+    beside: socket.socket,
+    order: dict[str, Any],
+    others: tuple[socket.socket, ...],
 ) -> None:
     """Be an executor in the forked process, which ends here."""
     status = 1
@@ -301,7 +320,7 @@ def _be_executor(
             each.close()
         limits = order["limits"]
         machine = MachineLimits(**limits.pop("machine"))
-        serve(link, order["devices"], ExecutorLimits(machine=machine, **limits))
+        serve(link, beside, order["devices"], ExecutorLimits(machine=machine, **limits))
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())

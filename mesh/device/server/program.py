@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mesh.device import wire
+from mesh.device.groups.working import Call, check_call
 from transport import ProtocolError
 
 __all__ = ["Made", "Program"]
@@ -45,6 +46,8 @@ class Program:
         is_random: whether it draws random numbers.
         aliases: whether its results share memory; None until it has run.
         takes_numbers: whether numbers come with each operation.
+        call: what a group of devices is to do; None for all else.
+        waits: whether results of that are waited for, where they are taken.
 
     Raises:
         ProtocolError: torch has no such operator, or its arguments are not such.
@@ -77,6 +80,8 @@ class Program:
         self.written: tuple[int, ...] = ()
         self.is_random = False
         self.operator: Any = None
+        self.call: Call | None = None
+        self.waits = True
         if template.name.startswith("mesh::"):
             self._check_own()
         else:
@@ -175,6 +180,9 @@ class Program:
         """Check the shape of this project's own operations."""
         name, made = self.template.name, self.template.outputs
         arguments = self._flat_arguments()
+        if name in (wire.START, wire.TAKE):
+            self._check_group(arguments)
+            return
         takes = 1 if name in (wire.READ, wire.MOVE, wire.SET_RNG) else 0
         makes = 1 if name in (wire.ALLOCATE, wire.MOVE) else 0
         if (
@@ -184,6 +192,25 @@ class Program:
             or not all(isinstance(argument, wire.TensorOf) for argument in arguments)
         ):
             raise self._bad("its arguments are not such")
+
+    def _check_group(self, arguments: tuple[wire.Argument, ...]) -> None:
+        """Check the shape of an operation of a group: group and number, what it is, and tensors."""
+        starts = self.template.name == wire.START
+        numbers, rest = arguments[:2], arguments[2:]
+        values = [each.value for each in rest if isinstance(each, wire.Literal)]
+        if (
+            numbers != (wire.Number("q"),) * 2
+            or self.template.outputs is None
+            or starts == bool(self.made)
+            or starts != bool(self.tensors)
+            or len(values) != (3 if starts else 1)
+            or len(rest) != len(values) + len(self.tensors)
+        ):
+            raise self._bad("its arguments are not such")
+        if starts:
+            self.call = check_call(*values)
+        else:
+            self.waits = values[0] is True
 
     def _bad(self, why: str) -> ProtocolError:
         return ProtocolError(f"definition of {self.template.name!r}", why=why)

@@ -13,10 +13,11 @@ import torch
 from auth import MeshError, NodeId, Quotas
 from mesh.device import wire
 from mesh.device.errors import DeviceError, SessionLost
+from mesh.device.groups.service import GroupService
 from mesh.device.handover import ARRIVED_CALL, Arrived
 from mesh.device.server.executor import ExecutorLimits
 from mesh.device.server.machine import MachineLimits
-from mesh.device.server.nursery import CAN_HAND_OVER, Nursery
+from mesh.device.server.nursery import CAN_HAND_OVER, Executor, Nursery
 from mesh.device.server.session import ServerSession
 from tensor_bridge import TensorStore
 from tensor_bridge.fields import Fields
@@ -74,6 +75,7 @@ class DeviceService:
         limits: what clients may use.
         store: of the tensor service on the same endpoint, through which tensors go to and come from
             devices of other peers; without, they don't.
+        shared_memory: have groups of devices use it where executors run on one host.
 
     Raises:
         DeviceError: from entering it, if a device is not here, or executors can't be forked.
@@ -86,6 +88,7 @@ class DeviceService:
         limits: DeviceLimits | None = None,
         *,
         store: TensorStore | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self.limits = limits or DeviceLimits()
         self._endpoint = endpoint
@@ -96,6 +99,8 @@ class DeviceService:
         self._starting: set[tuple[NodeId, bytes]] = set()
         self._facts: list[CborValue] = []
         self._is_closed = False
+        self._shared_memory = shared_memory
+        self._groups: GroupService | None = None
 
     async def __aenter__(self) -> Self:
         self._facts = [_facts(name) for name in check_names(self._names)]
@@ -105,6 +110,9 @@ class DeviceService:
         self._endpoint.register_service(wire.SERVICE, self._serve, scope=SCOPE)
         self._endpoint.register_call(wire.DEVICES_CALL, self._list, scope=SCOPE)
         self._endpoint.register_call(ARRIVED_CALL, self._arrive, scope=SCOPE)
+        self._groups = GroupService(
+            self._endpoint, self._executor_of, scope=SCOPE, shared_memory=self._shared_memory
+        )
         self._endpoint.subscribe(self._observe)
         return self
 
@@ -125,7 +133,15 @@ class DeviceService:
 
     def sizes(self) -> dict[str, int]:
         """Return how full the tables are."""
-        return {"device_sessions": len(self._sessions), "executors": self._nursery.count}
+        return {
+            "device_sessions": len(self._sessions),
+            "executors": self._nursery.count,
+            "device_groups": 0 if self._groups is None else self._groups.count,
+        }
+
+    def _executor_of(self, owner: NodeId, number: bytes) -> Executor | None:
+        session = self._sessions.get((owner, number))
+        return None if session is None else session.executor
 
     async def _list(self, request: Incoming) -> CborValue:
         return list(self._facts)

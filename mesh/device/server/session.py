@@ -125,6 +125,11 @@ class ServerSession:
         self._arrived: dict[int, Arrived] = {}
 
     @property
+    def executor(self) -> Executor:
+        """What runs its operations."""
+        return self._executor
+
+    @property
     def owners(self) -> set[NodeId]:
         """The program's key, and that of the machine it acts under."""
         return {self.owner.node_id, self.owner.machine_id}

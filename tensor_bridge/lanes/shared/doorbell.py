@@ -1,9 +1,9 @@
 """Waiting for another process without burning a core.
 
 Whoever has written bytes for others raises a counter in shared memory and rings (`Bell.ring`).
-Whoever waits (`Waiter.wait`) looks for about 50 microseconds, letting others run in between; then
-it puts up a flag beside its counter, looks once more, and sleeps on its eventfd. A bell makes a
-system call only for those whose flag is up.
+Whoever waits (`Waiter.wait`) looks for about 50 microseconds, letting others run in between, unless
+those have lately kept the processor for long; then it puts up a flag beside its counter, looks once
+more, and sleeps on its eventfd. A bell makes a system call only for those whose flag is up.
 
 No ring is lost. The ringer stores the counter and then loads the flag; the waiter stores the flag
 and then loads the counter. If neither store could overtake the load after it, one of the two sees
@@ -17,11 +17,14 @@ does, which a waiter takes twice when it is done: what comes after the second ti
 after what was before the first time it was released.
 
 What the other processes store here is not believed: it makes a waiter wake, look, and sleep again.
+Nor are they trusted with the eventfds: whether a read or a write of one blocks is a property that
+all who have it can change, so that neither is done where it would.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import select
@@ -40,8 +43,19 @@ LINE_WORDS = 8
 YIELD_SECONDS = 50e-6
 """How long a waiter looks before it sleeps: about what going to sleep and waking up takes."""
 
+HOGGED_SECONDS = 1e-3
+"""How long others may keep the processor that they are let have. Beyond, there is more to run than
+there are processors: who yields there waits for a turn of it, while who sleeps and is woken goes
+before those that have run all the time."""
+
+WARY_FACTOR = 50
+"""For how many times as long as that took a waiter then sleeps at once, before it yields again."""
+
 FIRST_SLEEP = 1e-3
 LONGEST_SLEEP = 0.25
+
+_NOWHERE = -1
+"""The offset that preadv2(2) takes for what has none."""
 
 _EVENTFD = "anon_inode:[eventfd]"
 
@@ -70,7 +84,7 @@ class Bell:
     def __init__(self, words: memoryview, at: int, waiters: Iterable[tuple[int, int]] = ()) -> None:
         self._words = words
         self._at = at
-        self._waiters = tuple(waiters)
+        self._waiters = tuple((flag, _Knocker(descriptor)) for flag, descriptor in waiters)
         self._fence = threading.Lock()
 
     def ring(self, count: int) -> None:
@@ -78,10 +92,9 @@ class Bell:
         words = self._words
         with self._fence:
             words[self._at] = count
-        for flag, descriptor in self._waiters:
+        for flag, knocker in self._waiters:
             if words[flag]:
-                with contextlib.suppress(BlockingIOError):  # it could not be more readable
-                    os.eventfd_write(descriptor, 1)
+                knocker.knock()
 
 
 class Waiter:
@@ -101,11 +114,13 @@ class Waiter:
         self._words = words
         self._flag = flag
         self._descriptor = descriptor
+        self._knocker = _Knocker(descriptor)
         self._fence = threading.Lock()
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
         for each in watched:
             self._poll.register(each, select.POLLIN | select.POLLRDHUP)
+        self._wary_until = 0.0
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> None:
         """Return once `is_ready` does return true, or raise what it raises.
@@ -120,20 +135,15 @@ class Waiter:
             TimeoutError: the deadline passed first.
             Gone: a watched process ended first. What it had told before still counts.
         """
-        end = time.monotonic() + YIELD_SECONDS
-        while not is_ready():
-            if time.monotonic() >= end:
-                self._sleep(is_ready, deadline)
-                break
-            os.sched_yield()
+        if not is_ready() and not self._look(is_ready):
+            self._sleep(is_ready, deadline)
         for _ in range(2):
             with self._fence:
                 pass
 
     def wake(self) -> None:
         """Have `wait` call its `is_ready` now; from any thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._descriptor, 1)
+        self._knocker.knock()
 
     def arm(self) -> None:
         """Have bells write to the eventfd from here on, for one who waits for it in an event loop.
@@ -149,8 +159,28 @@ class Waiter:
 
     def drain(self) -> None:
         """Make the eventfd unreadable until the next ring."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
+        try:
+            os.preadv(self._descriptor, [bytearray(8)], _NOWHERE, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # before Linux 5.8
+                raise
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
+
+    def _look(self, is_ready: Callable[[], bool]) -> bool:
+        """Look for a while, letting others run in between; return whether that was enough."""
+        now = time.monotonic()
+        end = now + YIELD_SECONDS if now >= self._wary_until else now
+        while now < end:
+            os.sched_yield()
+            if is_ready():
+                return True
+            before, now = now, time.monotonic()
+            if now - before > HOGGED_SECONDS:
+                self._wary_until = now + WARY_FACTOR * (now - before)
+        return False
 
     def _sleep(self, is_ready: Callable[[], bool], deadline: float) -> None:
         nap = FIRST_SLEEP
@@ -172,6 +202,20 @@ class Waiter:
                     self.drain()
         finally:
             self.disarm()
+
+
+class _Knocker:
+    """Makes an eventfd readable, unless it could not be more readable."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+
+    def knock(self) -> None:
+        if self._poll.poll(0):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._descriptor, 1)
 
 
 def make_eventfd() -> int:

@@ -28,10 +28,9 @@ from mesh.collective import (
 from mesh.collective.host import Layout
 from mesh.collective.host.header import (
     CALL_BYTES,
-    call,
     decode_call,
     decode_rest,
-    encode_rest,
+    encode,
     header_bytes,
 )
 from tensor_bridge.lanes.shared.host import unavailable
@@ -97,11 +96,11 @@ def test_nothing_overlaps(size: int) -> None:
 
 def test_headers() -> None:
     for signature in (SUM, Signature("barrier"), Signature("x" * 600)):
-        data = call(signature, 7).ljust(CALL_BYTES, b"\xff")
-        assert len(data) == CALL_BYTES
+        data = (7).to_bytes(8, "little") + encode(signature, 3, (1, 2))
+        assert len(data) == header_bytes(2)
         if len(signature.name) < 400:
-            assert decode_call(data) == (signature, 7)
-    assert decode_rest(encode_rest(3, (1, 2))) == (3, 1, 2)
+            assert decode_call(data[:CALL_BYTES]) == (signature, 7)
+        assert decode_rest(data[CALL_BYTES:]) == (3, 1, 2)
 
 
 @pytest.mark.attack
@@ -151,9 +150,8 @@ def test_more_rounds_than_anybody_needs_end_with_the_deadline(network: MemoryNet
     board = network.ranks[1].board
     assert board is not None
     start = board.layout.header(1, 1)
-    board.bytes[start : start + len(call(SUM, 0))] = call(SUM, 0)
-    rest = encode_rest(1 << 60, (16, 16, 16))
-    board.bytes[start + CALL_BYTES : start + CALL_BYTES + len(rest)] = rest
+    header = bytes(8) + encode(SUM, 1 << 60, (16, 16, 16))
+    board.bytes[start : start + len(header)] = header
     board.show()
     # A sum of so few takes one round, whatever others say.
     assert outcomes(3, lambda rank: None if rank == 1 else add(network, rank)) == [None] * 3

@@ -9,6 +9,7 @@ import torch
 
 from mesh.device.client.session import Request, Session
 from mesh.device.client.tensors import Device, devices
+from mesh.device.groups.member import Groups
 from mesh.device.server.machine import Machine, MachineLimits
 from tensor_bridge import TensorMeta, tensor_bytes
 
@@ -89,14 +90,14 @@ class Loopback:
 
 
 def open_devices(
-    count: int = 1, limits: MachineLimits | None = None
+    count: int = 1, limits: MachineLimits | None = None, groups: Groups | None = None
 ) -> tuple[Loopback, list[torch.device]]:
     """Open devices of one session."""
     from mesh.device.client.backend import register
 
     register()
     session = Session(lambda: "a peer")
-    machine = Machine([torch.device("cpu")] * count, limits)
+    machine = Machine([torch.device("cpu")] * count, limits, groups)
     carrier = Loopback(session, machine)
     session.carry_by(carrier)
     made = []

@@ -267,7 +267,7 @@ async def test_async_code_reads_without_blocking(
         assert (await read(x))[0] > 1000
         with pytest.raises(MeshError, match="index out of range"):
             await read(x.index_select(0, torch.tensor([9]).to(d)))
-        assert service.sizes() == {"device_sessions": 1, "executors": 1}
+        assert service.sizes() == {"device_sessions": 1, "executors": 1, "device_groups": 0}
         session = device_of(d).session
         del x
         gc.collect()
@@ -311,6 +311,6 @@ async def test_devices_are_for_those_who_are_granted_the_scope(anyio_backend: st
             await device_async(mine, strict.ticket())
         with pytest.raises(ServiceUnknown):
             await device_async(mine, plain.ticket())
-        assert service.sizes() == {"device_sessions": 0, "executors": 0}
+        assert service.sizes() == {"device_sessions": 0, "executors": 0, "device_groups": 0}
         with pytest.raises(DeviceError, match="'cuda:99'"):
             await DeviceService(plain.endpoint, ["cuda:99"]).__aenter__()

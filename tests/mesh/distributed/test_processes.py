@@ -54,6 +54,16 @@ def test_subgroups_with_their_own_timeout(tmp_path: Path) -> None:
     assert processes.run("subgroups", 3, tmp_path) == [[7, 4, 9], [2, 9], [7, 4, 9]]
 
 
+def test_dimensions_of_a_device_mesh_have_another_backend_inside_hosts(tmp_path: Path) -> None:
+    found = processes.run("device_mesh", 4, tmp_path)
+    assert found == [
+        [101.0, True, 11.0, True],
+        [1010.0, True, 11.0, True],
+        [101.0, True, 1100.0, True],
+        [1010.0, True, 1100.0, True],
+    ]
+
+
 def test_a_group_can_be_left_and_formed_again_over_one_store(tmp_path: Path) -> None:
     assert processes.run("again", 2, tmp_path) == [[1, 3, 5]] * 2
 

@@ -136,6 +136,25 @@ def subgroups(rank: int, size: int) -> Any:
     return found
 
 
+def device_mesh(rank: int, size: int) -> Any:
+    """Reduce along each dimension of a mesh whose groups have gloo inside hosts."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    node, found = dist.group.WORLD.options.node, []
+    dist.destroy_process_group()
+    with mesh.distributed.use(node, job="test", inside={"cpu": "gloo"}):
+        form(rank, size)
+        grid = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("rows", "columns"))
+    for name in ("rows", "columns"):
+        group = grid.get_group(name)
+        tensor = torch.tensor([float(10**rank)])
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, group=group, group_src=0)
+        found += [tensor.item(), "cpu" in group._inside]
+    dist.destroy_process_group()
+    return found
+
+
 def again(rank: int, size: int) -> Any:
     """Leave the group and form it anew, over the same store and under the same name."""
     found = []

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import anyio
@@ -110,6 +111,17 @@ def make(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32)
 
 
+def items(value: Any, times: int) -> Iterator[Any]:
+    for _ in range(times):
+        yield value
+
+
+async def items_async(value: Any, times: int) -> AsyncIterator[Any]:
+    for _ in range(times):
+        await anyio.lowlevel.checkpoint()
+        yield value
+
+
 def nap(seconds: float) -> str:
     time.sleep(seconds)
     return "awake"
@@ -156,3 +168,7 @@ def ping_pong(depth: int) -> int:
         return 0
     me, other = players if depth % 2 else players[::-1]
     return 1 + me.bridge.block_on(lambda: me.call(other.node_id, ping_pong, (depth - 1,)))
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    return str(tensor.device)

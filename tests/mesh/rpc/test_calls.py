@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-from auth import AccessDenied, allow_any
+from auth import AccessDenied, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import TransportError
 from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable
@@ -22,6 +22,8 @@ from tests.mesh.rpc.exposures import Colour, Pair, Point, Positive
 from tests.mesh.rpc.nodes import agents
 
 pytestmark = pytest.mark.anyio
+
+NODE = SecretKey.generate().node_id
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,8 @@ pytestmark = pytest.mark.anyio
         Colour.BLUE,
         Pair(1, [Pair("x", None)]),
         Positive(3),
+        NODE,
+        rpc.WorkerInfo("trainer:0", 3, NODE),
         exposures.echo,
         exposures.Counter,
     ],
@@ -242,6 +246,10 @@ async def test_an_operator_is_not_run_if_its_result_is_too_large() -> None:
             (torch.add, (torch.ones(1 << 18, 1), torch.ones(1, 1 << 18))),
             (torch.diag, (torch.ones(1), 1 << 20)),
             (torch.masked_select, (torch.ones(1 << 16, 1), torch.ones(1, 1 << 16).bool())),
+            (torch.max, (torch.ones(1 << 18, 1), torch.ones(1, 1 << 18))),
+            (torch.sum, (torch.ones(1 << 32, 0), 1)),
+            (torch.matmul, (torch.ones(1 << 18, 0), torch.ones(0, 1 << 18))),
+            (torch.where, (torch.ones(1 << 26, dtype=torch.bool),)),
         ):
             with pytest.raises(QuotaExceeded, match="bytes"):
                 await a.call(b.node_id, function, args)

@@ -37,6 +37,7 @@ class Calling:
             held[f"references of {name}"] = len(agent.holdings)
             held[f"bytes of {name}"] = agent._service._room.used
             held[f"requests of {name}"] = len(agent._service._parts._expected)
+            held[f"generators of {name}"] = agent._service.streams.open
             held[f"answers of {name}"] = len(agent._service._parts._offered)
         return held
 
@@ -108,6 +109,38 @@ async def call_a_peer(c: Calling) -> AsyncIterator[Operation]:
 
     yield run
     await let_go(c)
+
+
+@SCENARIOS.covers(
+    "mesh.RemoteIterator.__anext__",
+    "mesh.RemoteIterator.aclose",
+    "mesh.RemoteIterator.__aenter__",
+    "mesh.RemoteIterator.__aexit__",
+    stride=7,
+)
+async def read_items(c: Calling) -> AsyncIterator[Operation]:
+    async def run() -> None:
+        for function in (exposures.items, exposures.items_async):
+            async with c.here.stream(c.peer.node_id, function, (LARGE, 2)) as items:
+                assert [len(item) async for item in items] == [len(LARGE)] * 2
+            async with c.here.stream(c.peer.node_id, function, (LARGE, 2)) as items:
+                assert torch.equal(await anext(items), LARGE)
+
+    yield run
+
+
+@SCENARIOS.covers(
+    "mesh.Agent.connected",
+    "mesh.Agent.fetch_parts",
+    "mesh.Agent.stream_here",
+    "mesh.Agent.value_of",
+)
+async def read_ones_own(c: Calling) -> AsyncIterator[Operation]:
+    async def run() -> None:
+        assert torch.equal(await c.here.call(c.peer.node_id, exposures.echo, (LARGE,)), LARGE)
+        assert len([item async for item in c.here.stream(c.here.node_id, exposures.items, (1, 2))])
+
+    yield run
 
 
 @SCENARIOS.covers("mesh.Node.rpc", "mesh.Agent.run")

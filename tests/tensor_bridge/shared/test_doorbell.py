@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tensor_bridge.lanes.shared import doorbell
 from tensor_bridge.lanes.shared.doorbell import (
     FIRST_SLEEP,
     LINE_WORDS,
@@ -153,6 +154,36 @@ def test_who_is_gone_is_named(words: memoryview, descriptor: int) -> None:
         waiter.wait(lambda: next(late, True) and not readable(descriptor), soon())
 
 
+def test_who_was_kept_from_running_sleeps_at_once(
+    words: memoryview, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, yields = [1000.0], []
+
+    def let_run(seconds: float) -> None:
+        yields.append(seconds)
+        now[0] += seconds
+
+    cost = [5 * doorbell.HOGGED_SECONDS]
+    monkeypatch.setattr(doorbell.os, "sched_yield", lambda: let_run(cost[0]))
+    monkeypatch.setattr(doorbell.time, "monotonic", lambda: now[0])
+    waiter = Waiter(words, FLAG, descriptor)
+
+    def waits() -> int:
+        """Return how often others are let run in a wait that takes some looks."""
+        yields.clear()
+        looks = iter((False, False, False, False, False))
+        os.eventfd_write(descriptor, 1)
+        waiter.wait(lambda: next(looks, True), now[0] + 10)
+        return len(yields)
+
+    assert waits() == 1  # and is kept waiting
+    assert waits() == 0
+    now[0] += doorbell.WARY_FACTOR * cost[0]
+    cost[0] = doorbell.YIELD_SECONDS / 10
+    assert waits() > 1  # so there are processors again
+    assert waits() > 1
+
+
 def test_a_killed_process_is_named(words: memoryview, descriptor: int) -> None:
     process = os.fork()
     if process == 0:
@@ -213,6 +244,34 @@ def test_a_full_eventfd_does_not_block(words: memoryview, descriptor: int) -> No
     waiter.drain()
     waiter.disarm()
     assert words[FLAG] == 0
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("full", [True, False])
+def test_an_eventfd_that_was_made_to_block_does_not(
+    words: memoryview, descriptor: int, full: bool
+) -> None:
+    check_eventfd([descriptor])
+    theirs = os.dup(descriptor)  # as another process has it: the flags are of both
+    os.set_blocking(theirs, True)
+    waiter, bell = Waiter(words, FLAG, descriptor), Bell(words, COUNT, [(FLAG, descriptor)])
+    waiter.arm()
+
+    def use() -> None:
+        if full:
+            os.eventfd_write(theirs, (1 << 64) - 2)
+            bell.ring(1)
+            waiter.wake()
+        waiter.drain()
+        waiter.drain()
+
+    using = threading.Thread(target=use, daemon=True)
+    using.start()
+    using.join(2)
+    assert not using.is_alive()
+    bell.ring(2)
+    assert readable(descriptor)  # the control
+    os.close(theirs)
 
 
 @pytest.mark.attack

@@ -23,6 +23,7 @@ from transport import (
     EndpointConfig,
     EndpointLost,
     Incoming,
+    PeerAddress,
     PeerLost,
     TransportError,
 )
@@ -176,6 +177,63 @@ async def test_a_program_that_is_killed_takes_its_process_with_it(how: str) -> N
             await eventually(lambda: is_gone(number), 1)
 
 
+STOPPED = """
+import anyio, sys
+from auth import SecretKey, allow_any, NodeId
+from transport import Endpoint, EndpointConfig, PeerAddress
+
+async def main():
+    config = EndpointConfig(bind="127.0.0.1:0", placement="process", liveness=0.5)
+    async with Endpoint(SecretKey.generate(), allow_any(), config) as node:
+        where = PeerAddress(NodeId.parse(sys.argv[1]), (("127.0.0.1", int(sys.argv[2])),))
+        connection = await node.connect(where)
+        print(node.port, flush=True)
+        print("closed:", await connection.wait_closed(), flush=True)
+        print(await (await node.connect(where)).call("echo", "again"), flush=True)
+
+anyio.run(main)
+"""
+
+
+async def test_a_program_that_is_stopped_is_lost_to_its_peers_and_may_come_back() -> None:
+    async with endpoint(liveness=60.0, placement="loop") as listener:
+        arguments = ["-c", STOPPED, str(listener.node_id), str(listener.port)]
+        with Program(arguments, torch=False) as program:
+            assert program.stdout is not None
+            port = int(await anyio.to_thread.run_sync(program.stdout.readline))
+            (connection,) = listener.connections
+            with anyio.move_on_after(0.8):  # nothing is said, and all is well
+                await connection.wait_closed()
+            assert connection.is_open
+            os.kill(program.pid, signal.SIGSTOP)
+            with anyio.fail_after(5):
+                error = await connection.wait_closed()
+            assert isinstance(error, PeerLost)
+            assert "stopped" in str(error)
+            # Who calls meanwhile is told so, too.
+            where = PeerAddress(connection.peer.node_id, (("127.0.0.1", port),))
+            with pytest.raises(TransportError, match="stopped"), anyio.fail_after(5):
+                await listener.connect(where)
+            os.kill(program.pid, signal.SIGCONT)
+            said = await anyio.to_thread.run_sync(program.stdout.readline)
+            assert said.startswith("closed: ")
+            assert "did not go on" in said
+            assert await anyio.to_thread.run_sync(program.stdout.readline) == "again\n"
+
+
+async def test_a_process_that_is_stopped_is_replaced_by_an_error() -> None:
+    async with (
+        endpoint(placement="process", liveness=0.5) as dialer,
+        endpoint(placement="loop") as listener,
+    ):
+        connection = await dialer.connect(at(listener))
+        os.kill(pid(dialer), signal.SIGSTOP)
+        with anyio.fail_after(5):
+            error = await connection.wait_closed()
+        assert isinstance(error, EndpointLost)
+        assert "as if it were stopped" in str(error)
+
+
 async def test_signals_to_everybody_do_not_end_it() -> None:
     async with placed() as (dialer, _, connection):
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -227,13 +285,26 @@ async def test_an_address_in_use_is_an_error_as_ever() -> None:
 async def test_a_process_that_does_not_come_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = process_holdings()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(EndpointLost, match="exit status 1"):
-        async with endpoint(placement="process"):
-            pass
+    async with endpoint(placement="loop") as other, endpoint(placement="process") as node:
+        for _ in range(2):
+            with pytest.raises(EndpointLost, match="exit status 1") as caught:
+                await node.connect(at(other))
+            assert "standard error output" in str(caught.value)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(EndpointLost, match="No such file"):
         async with endpoint(placement="process"):
             pass
+    await eventually(lambda: process_holdings() == before)
+
+
+async def test_who_leaves_before_it_is_up_does_not_wait_for_it() -> None:
+    before = process_holdings()
+    async with endpoint(placement="process") as node:
+        number = pid(node)
+        os.kill(number, signal.SIGSTOP)  # it takes as long as it likes
+        began = time.monotonic()
+    assert time.monotonic() - began < 1
+    assert is_gone(number)
     await eventually(lambda: process_holdings() == before)
 
 

@@ -1,0 +1,96 @@
+"""Which operators peers may call, and how large their results may be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mesh.rpc import operators
+from mesh.rpc.errors import NotExposed
+from mesh.rpc.operators import call_operator
+from tensor_bridge import QuotaExceeded
+
+A, B = torch.randn(3, 4), torch.randn(4, 5)
+
+
+def nbytes(value: object) -> int:
+    return sum(each.numel() * each.dtype.itemsize for each in operators._tensors(value))
+
+
+def samples() -> list[tuple[str, tuple[object, ...]]]:
+    """Arguments that those who broadcast, reduce and multiply take, as far as they are alike."""
+    found: list[tuple[str, tuple[object, ...]]] = []
+    choices: tuple[tuple[object, ...], ...] = (
+        (torch.rand(3, 1),),
+        (torch.rand(3, 1), torch.rand(1, 4)),
+        (torch.rand(3, 1), torch.rand(1, 4), torch.rand(4)),
+        (torch.ones(3, 1, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)),
+        (torch.ones(3, 4, dtype=torch.bool), torch.ones(1, 4, dtype=torch.bool)),
+        (torch.rand(3, 4), 1),
+        (torch.rand(0, 7), 0),
+        (torch.rand(7, 0), 1),
+        ([torch.rand(3, 4), torch.rand(3, 4)],),
+        (torch.rand(3, 4), 1, torch.zeros(3, 4, dtype=torch.int64)),
+        (torch.rand(3, 4), 0, torch.zeros(3, dtype=torch.int64)),
+        (A, B),
+        (torch.rand(3, 5), A, B),
+        (torch.rand(2, 3, 4), torch.rand(2, 4, 5)),
+        (torch.rand(2, 3, 0), torch.rand(2, 0, 5)),
+        (torch.rand(2, 3, 5), torch.rand(2, 3, 4), torch.rand(2, 4, 5)),
+        (A, torch.rand(4)),
+    )
+    names = operators._BROADCASTING | operators._NO_LARGER | operators._EITHER | operators._PRODUCTS
+    for name in sorted(names):
+        for args in choices:
+            try:
+                operators._OPERATORS[name](*args)
+            except (RuntimeError, TypeError, IndexError, ValueError, AttributeError):
+                continue
+            found.append((name, args))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has deprecated some of these ways to call
+def test_bounds_by_shape_hold() -> None:
+    tried = samples()
+    assert {name for name, _ in tried} >= operators._PRODUCTS | operators._EITHER
+    assert len({name for name, _ in tried}) > 150
+    for name, args in tried:
+        result = operators._OPERATORS[name](*args)
+        bound = operators._bound(name, args, {})
+        assert nbytes(result) <= bound, (name, args)
+
+
+def test_every_name_stands_for_an_operator() -> None:
+    groups = operators._BROADCASTING, operators._NO_LARGER, operators._EITHER, operators._PRODUCTS
+    assert frozenset().union(*groups) <= set(operators._OPERATORS)
+    assert sum(map(len, groups)) == len(frozenset().union(*groups)), "one of them in one"
+    assert not frozenset().union(*groups) & operators._SIZED
+
+
+def test_a_size_that_is_plain_takes_no_compiler() -> None:
+    program = """
+import sys, torch
+from mesh.rpc.operators import call_operator
+one = torch.ones(1000, 1000)
+for name, args in (("torch.add", (one, one)), ("torch.matmul", (one, one)), ("torch.sum", (one,))):
+    call_operator(name, args, {}, max_bytes=1 << 30)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_what_is_too_large_is_not_computed() -> None:
+    with pytest.raises(QuotaExceeded):
+        call_operator("torch.add", (torch.ones(300, 1), torch.ones(1, 300)), {}, max_bytes=300)
+    with pytest.raises(QuotaExceeded):
+        call_operator("torch.sum", (torch.ones(1 << 40, 0), 1), {}, max_bytes=1 << 30)
+
+
+def test_memory_that_was_not_written_to_is_nobodys() -> None:
+    for name in ("empty", "empty_like", "empty_strided", "new_empty"):
+        with pytest.raises(NotExposed):
+            call_operator(f"torch.{name}", (torch.ones(2),), {}, max_bytes=1 << 30)
