@@ -15,7 +15,7 @@ from mesh.device.errors import DeviceError
 from mesh.device.server.later import Later, Step
 from tensor_bridge import tensor_bytes
 
-__all__ = ["Arrivals", "Come", "Place", "load"]
+__all__ = ["Arrivals", "Come", "Place", "fill_from"]
 
 Come: TypeAlias = int | MeshError | None
 """A descriptor of memory that begins with the bytes, why they don't come, or None for no bytes."""
@@ -79,7 +79,7 @@ class Arrivals:
                 os.close(come)
 
 
-def load(descriptor: int, target: torch.Tensor) -> None:
+def fill_from(descriptor: int, target: torch.Tensor) -> None:
     """Fill a tensor of bytes from the beginning of memory.
 
     Raises:

@@ -18,7 +18,7 @@ from auth import MeshError
 from mesh.device import wire
 from mesh.device.errors import DeviceError, OperationFailed
 from mesh.device.groups.member import Groups
-from mesh.device.server.arrivals import Arrivals, Come, Place, load
+from mesh.device.server.arrivals import Arrivals, Come, Place, fill_from
 from mesh.device.server.later import Later, Step
 from mesh.device.server.program import Made, Program
 from mesh.device.server.randomness import RandomStates
@@ -215,7 +215,7 @@ class Machine:
                 end = place.offset + place.nbytes
                 raise _bad(f"bytes up to {end} of a storage of {slot.nbytes}")
             flat = wire.Geometry(torch.uint8, (place.nbytes,), (1,), place.offset)
-            load(come, _over(slot.base, flat))
+            fill_from(come, _over(slot.base, flat))
         except (MeshError, OSError, RuntimeError) as error:
             failed = DeviceError("a move into a device", why=_reason(error))
             self._replace(place.handle, wire.Failure(failed))
