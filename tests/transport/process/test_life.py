@@ -235,6 +235,17 @@ async def test_a_process_that_is_stopped_is_replaced_by_an_error() -> None:
         assert "as if it were stopped" in str(error)
 
 
+async def test_a_process_that_answers_nothing_is_given_up_whatever_the_liveness_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.process.client.ANSWER_SECONDS", 0.5)
+    async with endpoint(placement="process", liveness=600.0) as node:
+        await engine(node).up()
+        os.kill(pid(node), signal.SIGSTOP)
+        await eventually(lambda: engine(node)._lost)
+        assert "has not answered" in str(engine(node)._lost)
+
+
 async def test_signals_to_everybody_do_not_end_it() -> None:
     async with placed() as (dialer, _, connection):
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
