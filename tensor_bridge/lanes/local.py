@@ -30,8 +30,8 @@ PIECE = 1 << 20
 """Bytes copied before others on the event loop have their turn: a fifth of a millisecond."""
 
 MOST_UNTOLD = 64 << 20
-"""The sender is told how far the receiver is after the first piece, after twice as much more, and so
-on up to this: a message takes as long as to copy megabytes."""
+"""The sender is told how far the receiver is after the first piece, then after twice as much more,
+and so on up to this: a message takes as long as to copy megabytes."""
 
 
 class LocalLane:
