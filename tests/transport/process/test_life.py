@@ -138,7 +138,7 @@ async def test_a_process_that_is_killed_fails_everything_at_once_with_the_cause(
         assert all("SIGKILL" in str(error) for error in errors)
         assert len(errors) == 3
         assert isinstance(await back.wait_closed(), PeerLost)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 3  # the liveness bound
     await eventually(lambda: process_holdings() == before)
 
 
