@@ -427,7 +427,7 @@ class ProcessEngine:
         while self._lost is None:
             number, self._next_sync = self._next_sync, self._next_sync + 1
             self._say(encode(Kind.SYNC, number=number))
-            await anyio.sleep(self._config.liveness / LOOKS)
+            await anyio.sleep(min(self._config.liveness, ANSWER_SECONDS) / LOOKS)
             now = time.monotonic()
             if self._pulse.is_lost(now, processor_time(child.pid)) and self._is_up:
                 self._why = f"it did nothing for {self._config.liveness:g} s, as if it were stopped"

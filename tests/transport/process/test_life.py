@@ -138,7 +138,7 @@ async def test_a_process_that_is_killed_fails_everything_at_once_with_the_cause(
         assert all("SIGKILL" in str(error) for error in errors)
         assert len(errors) == 3
         assert isinstance(await back.wait_closed(), PeerLost)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 3  # the liveness bound
     await eventually(lambda: process_holdings() == before)
 
 
@@ -233,6 +233,17 @@ async def test_a_process_that_is_stopped_is_replaced_by_an_error() -> None:
             error = await connection.wait_closed()
         assert isinstance(error, EndpointLost)
         assert "as if it were stopped" in str(error)
+
+
+async def test_a_process_that_answers_nothing_is_given_up_whatever_the_liveness_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.process.client.ANSWER_SECONDS", 0.5)
+    async with endpoint(placement="process", liveness=600.0) as node:
+        await engine(node).up()
+        os.kill(pid(node), signal.SIGSTOP)
+        await eventually(lambda: engine(node)._lost)
+        assert "has not answered" in str(engine(node)._lost)
 
 
 async def test_signals_to_everybody_do_not_end_it() -> None:
