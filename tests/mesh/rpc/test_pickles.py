@@ -15,6 +15,7 @@ import torch
 
 from auth import Grant, allow_any
 from mesh import rpc
+from mesh.nn import RemoteModule
 from mesh.rpc import Agent, PickleRefused, RpcError, Unsendable
 from tensor_bridge import describe, encode_meta
 from tests.mesh import nodes
@@ -40,6 +41,11 @@ class Gadget:
 def private_sum(first: Any, second: Any) -> Any:
     """A function that nobody has exposed."""
     return first + second
+
+
+def is_here(holder: exposures.Unregistered) -> bool:
+    module: RemoteModule = holder.module  # type: ignore[attr-defined]
+    return module.get_module_rref().is_owner() and (module.on, module.device) == ("b", "cpu")
 
 
 async def pickling(a: Agent, b: Agent) -> None:
@@ -151,6 +157,19 @@ async def test_what_old_programs_do_works_where_it_is_allowed() -> None:
         nested.secret = ref  # type: ignore[assignment]
         with pytest.raises(rpc.RpcError):
             await a.call(b.node_id, exposures.echo, (lambda: 1,))
+
+
+async def test_a_remote_module_travels_within_a_pickle_and_in_no_other_way() -> None:
+    async with agents(2, last=allow_any(WITH)) as (a, b):
+        await pickling(a, b)
+        holder: Any = exposures.Unregistered()
+        ref = await a.remote(b.node_id, exposures.Counter, (3,))
+        holder.module = RemoteModule._of("b", "cpu", ref)
+        assert await a.call(b.node_id, is_here, (holder,)) is True
+        with pytest.raises(RuntimeError, match="can only be pickled when using RPC"):
+            pickle.dumps(holder)
+        with pytest.raises(RuntimeError, match="Can not pickle rref"):
+            pickle.dumps(ref)
 
 
 async def test_grants_say_it_by_name() -> None:
