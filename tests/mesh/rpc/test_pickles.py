@@ -17,7 +17,7 @@ from auth import Grant, allow_any
 from mesh import rpc
 from mesh.nn import RemoteModule
 from mesh.rpc import Agent, PickleRefused, RpcError, Unsendable
-from tensor_bridge import describe, encode_meta
+from mesh.rpc.carriage import beside
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
@@ -82,8 +82,8 @@ def hand_made(made: Path, kind: str, *, hidden: bool) -> dict[str, Any]:
     items: list[Any] = [["t", 1], ["K", 0, [], []], ["d", 0]]
     if kind == "function":
         items = [["K", 0, [], []], ["t", 0], ["d", 0]]
-    meta = encode_meta(describe(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
-    frame = {"target": target, "items": items, "tensors": [[meta, data]], "seconds": 5.0}
+    tensors = beside([torch.frombuffer(bytearray(data), dtype=torch.uint8)]).encode()
+    frame = {"target": target, "items": items, "tensors": tensors, "seconds": 5.0}
     return frame | ({"create": [bytes(16), bytes(range(16))]} if hidden else {})
 
 
