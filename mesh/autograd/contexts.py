@@ -154,6 +154,7 @@ class Contexts:
     Attributes:
         worker_id: this program's rank, which the ids of its contexts begin with.
         late: how much has come for contexts that had ended, and was dropped.
+        begun: how many contexts there have been.
     """
 
     def __init__(self, me: NodeId, lease: float) -> None:
@@ -166,6 +167,7 @@ class Contexts:
         self._count = 0
         self.worker_id: int | None = None
         self.late = 0
+        self.begun = 0
 
     def __len__(self) -> int:
         """Return how many contexts are alive here."""
@@ -185,6 +187,7 @@ class Contexts:
                 self._count += 1
             context = Context(ContextId(self._me, number))
             self._contexts[context.id] = context
+            self.begun += 1
             return context
 
     def find(self, number: int) -> Context:
@@ -234,6 +237,7 @@ class Contexts:
                 if its_own >= MAX_CONTEXTS_OF_ONE:
                     raise _full(f"{its_own} contexts of this caller's are alive here")
                 context = self._contexts[context_id] = Context(context_id)
+                self.begun += 1
             context.callers.add(caller)
             context.peers.add(caller)
             return context

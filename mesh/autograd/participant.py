@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,6 @@ from transport import (
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
-    from mesh.rpc.owned import Owned
 
 __all__ = ["Autograd"]
 
@@ -168,11 +168,13 @@ class Autograd:
         """Take gradients of a message. See `Passes.take`."""
         self._passes.take(by, Gradients.of_arguments(arguments))
 
-    async def backward_from(self, owned: Owned, by: NodeId, arguments: tuple[Any, ...]) -> None:
+    async def backward_from(
+        self, outcome: Future[Any], by: NodeId, arguments: tuple[Any, ...]
+    ) -> None:
         """Go backward from a value of this node's, for one who has a reference to it."""
         match arguments:
             case [int(context_id), bool(retain_graph)]:
-                value = await self._agent.bridge.until_done(owned.outcome)
+                value = await self._agent.bridge.until_done(outcome)
                 work = partial(backward_of, self, value, context_id, retain_graph)
                 await self._agent.workers.run(by, work)
             case _:

@@ -307,9 +307,9 @@ class RpcService:
             self._agent.autograd.take(peer.node_id, args)
             return None
         if target.kind == "backward":
-            owned = self._owned(target.key, peer)
+            outcome = self._owned(target.key, peer).outcome
             return await self._within(
-                request, lambda: self._agent.autograd.backward_from(owned, peer.node_id, args)
+                request, lambda: self._agent.autograd.backward_from(outcome, peer.node_id, args)
             )
         found = await self._callee(request, values, peer, grant)
         return await self._within(request, lambda: self._called(request, found, args, kwargs, peer))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from auth import MeshError
-from mesh.collective import CollectiveError
+from mesh.collective import CollectiveError, RankLost
 from mesh.device.client.tensors import BACKEND, device_of
 from mesh.device.groups.context import Collective, DistributedContext, Starting
 from mesh.train.batches import moved, split
@@ -156,9 +156,9 @@ class Replicated(abc.ABC):
     def recover(self) -> tuple[torch.device, ...]:
         """Form a group of the devices that are left."""
         devices, failure = self.devices, self._context.failure
-        left = [rank for rank, device in enumerate(devices) if not _is_lost(device)]
-        gone = tuple(device for rank, device in enumerate(devices) if rank not in left)
-        if not left or (not gone and failure is None):
+        gone = self._context.find_lost()
+        left = [rank for rank, device in enumerate(devices) if device not in gone]
+        if not left or (not gone and not isinstance(failure, RankLost)):
             why = "none is left" if gone else "none is lost"
             raise failure or CollectiveError("going on without lost devices", why=why)
         self._context.close()

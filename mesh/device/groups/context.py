@@ -133,6 +133,18 @@ class DistributedContext:
             return None
         return bond.broken.result()
 
+    def find_lost(self) -> tuple[torch.device, ...]:
+        """Return the devices whose peers can't be reached within the liveness bound, or are gone.
+
+        Their sessions are given up.
+        """
+        bond = self._bond
+        if bond is None:
+            return ()
+        bond.check_waiting()
+        ranks = {rank for member in bond.find_lost() for rank in self._parts[member].ranks}
+        return tuple(self.devices[rank] for rank in sorted(ranks))
+
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: ReduceOperation | str | None = None
     ) -> Collective:

@@ -25,7 +25,7 @@ from tests.conformance.rpc import autograd_views, stand_ins, suites
 from tests.conformance.rpc.substitution import replace
 from tests.conformance.upstream import reason
 
-TEST_SECONDS = 60.0
+TEST_SECONDS = 110.0
 """How long a test may take."""
 
 FAILED_SECONDS = 3.0

@@ -81,6 +81,10 @@ def echo(*args: Any, **kwargs: Any) -> Any:
     return args[0] if len(args) == 1 else args
 
 
+def leaf() -> torch.Tensor:
+    return torch.ones((), requires_grad=True)
+
+
 def add(a: torch.Tensor, b: Any) -> torch.Tensor:
     return a + b
 

@@ -19,6 +19,7 @@ from tests.transport.nodes import at, config, endpoint, eventually
 from transport import (
     AddressInUse,
     Connection,
+    ConnectionClosed,
     Endpoint,
     EndpointConfig,
     EndpointLost,
@@ -306,6 +307,29 @@ async def test_who_leaves_before_it_is_up_does_not_wait_for_it() -> None:
     assert time.monotonic() - began < 1
     assert is_gone(number)
     await eventually(lambda: process_holdings() == before)
+
+
+async def test_the_time_for_a_dial_begins_when_it_is_up() -> None:
+    async with endpoint(placement="loop") as other, endpoint(placement="process") as node:
+        os.kill(pid(node), signal.SIGSTOP)
+        with anyio.move_on_after(0.2) as impatient:
+            await node.connect(at(other), timeout=0.1)
+        assert impatient.cancelled_caught
+        os.kill(pid(node), signal.SIGCONT)
+        assert await (await node.connect(at(other))).call("echo", 1) == 1
+
+
+async def test_who_dials_learns_that_the_node_closes_before_it_is_up() -> None:
+    async with endpoint(placement="loop") as other, anyio.create_task_group() as tasks:
+
+        async def dial() -> None:
+            with pytest.raises(ConnectionClosed, match="closing"):
+                await node.connect(at(other))
+
+        async with endpoint(placement="process") as node:
+            os.kill(pid(node), signal.SIGSTOP)
+            tasks.start_soon(dial)
+            await anyio.wait_all_tasks_blocked()
 
 
 async def test_words_that_are_not_ours_end_it() -> None:
