@@ -129,8 +129,11 @@ async def test_the_same_gadget_runs_where_it_is_allowed(tmp_path: Path) -> None:
 async def test_a_callees_pickle_is_refused_by_the_caller() -> None:
     async with agents(2) as (a, b):
         b.pickles = True
+        await a._node.dial(b.node_id)
+        (connection,) = a._node.endpoint.connections
         with pytest.raises(PickleRefused):
             await a.call(b.node_id, exposures.unsendable)
+        await nodes.eventually(lambda: connection.closed is not None)
 
 
 async def test_without_the_option_nothing_is_pickled() -> None:
