@@ -33,7 +33,7 @@ from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
 from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packed, Packer, Received, Unpacker
+from mesh.rpc.values import Packed, Packer, Received, Unpacker, has_pickle, refuse_pickle
 from mesh.rpc.wire import (
     CALL_SERVICE,
     REFS_SERVICE,
@@ -45,6 +45,7 @@ from mesh.rpc.wire import (
 )
 from mesh.rpc.workers import Workers
 from transport import (
+    AppCode,
     CborValue,
     Connection,
     EndpointEvent,
@@ -478,6 +479,10 @@ class Agent:
         received: Received | None = None,
     ) -> Any:
         """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
+        if has_pickle(items) and not may_unpickle(connection.grant):
+            refused = refuse_pickle()
+            connection.abort(AppCode.PROTOCOL, str(refused))
+            raise refused
         unpacker = Unpacker(
             items,
             tensors,
