@@ -45,7 +45,7 @@ class Catch:
         return torch.tensor([self.ball, self.paddle]) / COLUMNS
 
     def step(self, move: int) -> float:
-        """Move the paddle by `move` - 1; return the reward: 1 if it is under the ball, or nearer."""
+        """Move the paddle by `move` - 1; return the reward: 1 under the ball, or nearer."""
         before = abs(self.ball - self.paddle)
         self.paddle = min(max(self.paddle + move - 1, 0), COLUMNS - 1)
         self.row += 1
