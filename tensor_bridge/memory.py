@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 
@@ -125,6 +125,22 @@ class Payload:
     def pieces(self) -> Iterator[memoryview]:
         """Yield them piece by piece, as `chunks` does."""
         return chunks(self._tensor, self._meta, self._offset)
+
+    def spans(self, size: int) -> Generator[memoryview]:
+        """Yield them in parts of at most `size`: not copied, where they lie in one span.
+
+        Raises:
+            TensorChanged: the tensor's memory was resized or replaced meanwhile.
+        """
+        whole = self.whole()
+        if whole is None:
+            for piece in self.pieces():
+                yield from (piece[start : start + size] for start in range(0, len(piece), size))
+            return
+        for start in range(0, len(whole), size):
+            if not self.is_intact():
+                raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
+            yield whole[start : start + size]
 
     def whole(self) -> memoryview | None:
         """Return them all as they lie in memory, None if they don't lie there in one span.

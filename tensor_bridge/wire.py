@@ -30,6 +30,7 @@ __all__ = [
     "Listed",
     "Listing",
     "FIRST_MOVE",
+    "Lent",
     "MapCall",
     "MintCall",
     "Minted",
@@ -53,6 +54,8 @@ MAX_NAME = 128
 
 MAX_TOKEN = 256
 """Longest encoded capability token, in bytes."""
+
+LENT_KEY_BYTES = 16
 
 MAX_ADDRESSES = 16
 """Most addresses of a source, as many as a ticket carries."""
@@ -257,6 +260,25 @@ class Sent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Lent:
+    """The bytes lie, for a receiver in the same process, where it finds them by `key`."""
+
+    key: bytes = dataclasses.field(repr=False)
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {"lent": self.key}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "'lent' message")
+        message = cls(fields.data("lent", shortest=LENT_KEY_BYTES, longest=LENT_KEY_BYTES))
+        fields.finish()
+        return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Received:
     """The receiver's acknowledgement, on which a token is spent."""
 
@@ -274,7 +296,10 @@ class Received:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """How many bytes of an ordered fetch have arrived; sent also to find out who has left."""
+    """How many bytes of an ordered fetch, or of what was lent, have arrived.
+
+    Sent of the former also to find out who has left.
+    """
 
     nbytes: int
 

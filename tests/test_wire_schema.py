@@ -15,6 +15,7 @@ from auth import AccessDenied, SecretKey, SharedSecret, allow_any
 from mesh import Node
 from mesh.device import DeviceService
 from mesh.device.errors import SessionLost
+from mesh.device.groups import wire as groups
 from mesh.device.handover import ARRIVED_CALL, Arrived
 from mesh.device.wire import DEVICES_CALL, SERVICE
 from mesh.rpc import NotExposed
@@ -88,10 +89,33 @@ async def test_what_is_said_of_devices_keeps_to_the_schema(frames):
         opening = {"session": bytes(16), "received": 0, "new": False}
         with pytest.raises(SessionLost):
             await (await connection.open_stream(SERVICE, opening)).reply()
+        member = groups.Member(peer.node_id, (0,))
+        joining = groups.Join(bytes(16), bytes(16), 1, 0, (member,), 5.0)
+        pairing = groups.Pairing(bytes(16), 0, bytes(32))
+        for service, value in (
+            (groups.GROUP_SERVICE, joining.encode()),
+            (groups.PAIR_SERVICE, pairing.encode()),
+        ):
+            with pytest.raises((SessionLost, AccessDenied)):
+                await (await connection.open_stream(service, value)).reply()
     for data in frames:
         SCHEMA.validate_cbor(data)
     said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
     assert said >= {"device.list", "device.arrived", "device.session"}
+    assert said >= {"device.group", "device.pair"}
+
+
+def test_what_is_said_in_a_group_of_devices_keeps_to_the_schema():
+    at = (("127.0.0.1", 4433),)
+    error = SessionLost("a group", why="it ended")
+    for message in (
+        groups.Connect((at, ())),
+        groups.Formed(3, True),
+        groups.Broken(3, error, (1,)),
+    ):
+        SCHEMA.validate_cbor(cbor.encode(message.encode(), max_size=1 << 16))
+    reply = {"ok": groups.Prepared(at).encode()}
+    SCHEMA.validate_cbor(cbor.encode(reply, max_size=1 << 16))
 
 
 async def test_remote_calls_keep_to_the_schema(frames):

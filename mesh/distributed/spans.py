@@ -25,7 +25,7 @@ class Span:
     """
 
     def __init__(self, name: str) -> None:
-        self._record = record_function(name) if torch.autograd._profiler_enabled() else None
+        self._record = record_function(name) if torch._C._autograd._profiler_enabled() else None
         self._work: MeshWork | None = None
 
     def end_with(self, work: MeshWork) -> None:
@@ -34,7 +34,7 @@ class Span:
 
     def __enter__(self) -> Self:
         if self._record is not None:
-            self._record.__enter__()
+            self._record.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(

@@ -14,6 +14,7 @@ owned, holding     the two sides of a reference: its owner's, and its holder's
 reference, passing `RRef`, and how one travels
 modules            modules elsewhere: what `mesh.nn` is
 carriage           tensors on their way
+placement          which device they are put on
 workers, bridge    threads for functions that block, and the way between them and the loop
 service, agent     answering calls, and making them
 streams            what a peer's generator yields, at its reader

@@ -17,7 +17,7 @@ from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, So
 from mesh.rpc.activity import Activity
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.carriage import beside, fetch_part, together, with_parts
-from mesh.rpc.errors import RefLost, RpcError, as_runtime_error
+from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import Exposures, exposed_name, exposures
 from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
@@ -27,12 +27,13 @@ from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
 from mesh.rpc.passing import Incoming, Outgoing, held
 from mesh.rpc.pickled import may_unpickle
+from mesh.rpc.placement import Placement
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
 from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.wire import (
     CALL_SERVICE,
     REFS_SERVICE,
@@ -95,6 +96,7 @@ class Agent:
         abandoned: streams of items that nobody reads any more, and that are to be given up.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
         activity: what is under way.
+        placement: which devices tensors are put on.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class Agent:
         timeout: float = DEFAULT_TIMEOUT,
         limits: RefLimits | None = None,
     ) -> None:
+        from mesh.autograd.participant import Autograd  # which stands on calls
+
         self.timeout = timeout
         self.pickles = False
         self.exposures = exposures
@@ -115,9 +119,11 @@ class Agent:
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
         self.activity = Activity()
+        self.placement = Placement()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
         self._service = RpcService(self)
+        self.autograd = Autograd(self, (limits or RefLimits()).lease)
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
@@ -135,12 +141,14 @@ class Agent:
         self._clock = anyio.current_time() - time.monotonic()
         self._service.register(endpoint)
         register_listing(self, endpoint)
+        self.autograd.register(endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
                 self._tasks.start_soon(self._give_up)
+                self._tasks.start_soon(self.autograd.run)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
@@ -417,6 +425,15 @@ class Agent:
             raise RefLost("use of a remote reference", why="there is no such value here")
         return owned
 
+    async def send_gradients(self, to: NodeId, what: tuple[Any, ...]) -> None:
+        """Send gradients to a participant of a backward; see `mesh.autograd`. Raises as `call`."""
+        await self._ask(to, Target("gradients"), what, {}, None)
+
+    async def backward_at(self, ref: RRef[Any], context: int, retain_graph: bool) -> None:
+        """Have the owner of a reference go backward from its value. Raises as `invoke`."""
+        target = await self._at(ref, "backward")
+        await self._ask(ref.owner_id, target, (context, retain_graph), {}, None)
+
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""
         endpoint = self._node.endpoint
@@ -453,7 +470,12 @@ class Agent:
         return packer.packed
 
     async def value_of(
-        self, items: list[CborValue], tensors: Sequence[torch.Tensor], connection: Connection
+        self,
+        items: list[CborValue],
+        tensors: Sequence[torch.Tensor],
+        connection: Connection,
+        *,
+        received: Received | None = None,
     ) -> Any:
         """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
         unpacker = Unpacker(
@@ -463,6 +485,7 @@ class Agent:
             Incoming(self, connection.peer),
             self.exposures,
             pickles=may_unpickle(connection.grant),
+            received=received,
         )
         return (await unpacker.unpack_all(1))[0]
 
@@ -488,7 +511,11 @@ class Agent:
         function: object,
     ) -> _Ready:
         outgoing = Outgoing(self, to)
-        return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        try:
+            return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        except BaseException:
+            outgoing.undo()
+            raise
 
     def _order(
         self,
@@ -507,7 +534,9 @@ class Agent:
         async def ask(create: Fork | None) -> Any:
             if after is not None and after.created is not None:
                 await self.bridge.until_done(after.created)
-            return await self._ask(to, target, (), {}, seconds, create=create, ready=ready)
+            return await self._ask(
+                to, target, (), {}, seconds, create=create, ready=ready, stays=True
+            )
 
         if to == self.node_id:
             owned = Owned(new_id(), self.now())
@@ -530,6 +559,8 @@ class Agent:
             try:
                 await ask(state.fork)
             except BaseException as error:
+                if isinstance(error, RpcTimeout):
+                    error.what = f"RRef creation by {target}"
                 _settle(state.created, error if isinstance(error, Exception) else _cancelled())
                 raise
             _settle(state.created, None)
@@ -547,17 +578,20 @@ class Agent:
         create: Fork | None = None,
         function: object = None,
         ready: _Ready | None = None,
+        stays: bool = False,
     ) -> Any:
         seconds = self.seconds(timeout)
         outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
+        link = None
         try:
             with self.activity.calling(), limit(seconds, str(target), self.label(to)):
                 await outgoing.settle()
-                what = beside(packed.tensors)
+                what = beside(packed.tensors, self.placement.towards(to))
                 key = new_id() if what.apart else b""
-                request = Request(target, packed.items, what, seconds, create, key)
+                link = self.autograd.leaving(to, packed.differentiable)
+                request = Request(target, packed.items, what, seconds, create, key, link)
                 if to == self.node_id:
-                    return await self._service.answer_self(request, packed.tensors)
+                    return await self._service.answer_self(request, packed.tensors, stays=stays)
                 connection = await self.connected(to)
                 answer = await self._exchange(connection, request, packed.tensors)
                 if answer.error is not None:
@@ -565,11 +599,20 @@ class Agent:
                 parts = await self.fetch_parts(connection, answer)
         except BaseException as error:
             outgoing.undo()
+            self.autograd.undo(link)
             self.name_in(error, str(target))
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
             raise
-        return await self.value_of(answer.items, together(answer.beside, parts), connection)
+        tensors = await self.placement.answered(
+            together(answer.beside, parts), answer.beside.devices, to
+        )
+        return await self.value_of(
+            answer.items,
+            tensors,
+            connection,
+            received=self.autograd.answered(to, link, answer.link),
+        )
 
     async def _exchange(
         self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]

@@ -102,7 +102,6 @@ def init_rpc(
             rpc_backend_options=options,
         )
         _worker = worker
-        _show_daemon(worker.node)
         try:
             worker.begin()
         except BaseException:
@@ -342,8 +341,13 @@ def _init(
             )
         )
         agent.pickles = options.pickles
+        agent.autograd.worker_id = rank
+        _show_daemon(node)
+        devices: Any = options.devices
+        agent.placement.devices = tuple(devices)
         me = WorkerInfo(name, rank, node.node_id)
-        return Worker(node, agent, roster, me, owns_node=owns_node)
+        maps: Any = options.device_maps
+        return Worker(node, agent, roster, me, device_maps=maps, owns_node=owns_node)
     except BaseException:
         if owns_node:
             node.close()

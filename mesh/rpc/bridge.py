@@ -12,6 +12,7 @@ import anyio
 from anyio.from_thread import BlockingPortal
 
 from mesh.rpc.errors import RpcError
+from mesh.rpc.links import like_this_thread
 from mesh.rpc.workers import may_block
 
 __all__ = ["Bridge", "ended"]
@@ -52,6 +53,14 @@ class Bridge:
         Raises:
             RpcError: the bridge is over, or this is the loop's own thread.
         """
+        return self.wait(self.start(function))
+
+    def start(self, function: Callable[[], Coroutine[Any, Any, _Result]]) -> Future[_Result]:
+        """Start a coroutine in the loop and return what a thread may `wait` for.
+
+        Raises:
+            RpcError: as `block_on`.
+        """
         if self.is_here:
             raise RpcError(
                 "waiting for a peer",
@@ -62,10 +71,10 @@ class Bridge:
         if portal is None:
             raise ended()
         try:
-            future: Future[_Result] = portal.start_task_soon(function)
+            with like_this_thread():
+                return portal.start_task_soon(function)
         except RuntimeError:  # it is over by now
             raise ended() from None
-        return self.wait(future)
 
     def wait(self, future: Future[_Result]) -> _Result:
         """Return a future's result, to a thread; those of handlers let others run meanwhile."""

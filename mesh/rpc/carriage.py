@@ -11,6 +11,7 @@ import anyio
 import torch
 
 from auth import Grant, MeshError, NodeId
+from mesh.rpc.placement import own_device
 from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen, Request
 from tensor_bridge import QuotaExceeded, TensorMeta, describe
 from tensor_bridge.lanes import Lanes, choose_lane
@@ -102,17 +103,21 @@ class Room:
             self.give(peer, nbytes)
 
 
-def beside(tensors: Sequence[torch.Tensor]) -> Beside:
+def beside(
+    tensors: Sequence[torch.Tensor], place: Callable[[torch.device], str | None] = own_device
+) -> Beside:
     """Return what a message says of its tensors, with the content of the small ones.
 
     Args:
         tensors: strided ones on the CPU or a CUDA device.
+        place: what to say of the device of each; of answers, what it is called here.
 
     Raises:
         UnsupportedTensor: the elements of one are not plain bytes.
     """
     metas: list[TensorMeta] = []
     inline: list[bytes | None] = []
+    devices = tuple(place(tensor.device) for tensor in tensors)
     room = INLINE_TOTAL
     for tensor in tensors:
         meta = describe(tensor)
@@ -122,7 +127,7 @@ def beside(tensors: Sequence[torch.Tensor]) -> Beside:
             room -= meta.nbytes
         else:
             inline.append(None)
-    return Beside(tuple(metas), tuple(inline))
+    return Beside(tuple(metas), tuple(inline), devices)
 
 
 async def send_part(

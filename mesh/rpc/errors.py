@@ -17,6 +17,9 @@ are errors of the tree's other branches where a call raises them (`as_runtime_er
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from auth import MeshError
 from transport import DeadlineExceeded, ProtocolError
 
@@ -99,9 +102,19 @@ def as_runtime_error(error: MeshError) -> MeshError:
 
 def _runtime_kind(kind: type[MeshError]) -> type[MeshError]:
     if kind not in _kinds:
-        parts = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        parts = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": _reduce}
         _kinds[kind] = type(kind.__name__, (kind, RuntimeError), parts)
     return _kinds[kind]
 
 
 _kinds: dict[type[MeshError], type[MeshError]] = {}
+
+
+def _reduce(error: MeshError) -> tuple[Any, ...]:
+    # By the class that there is a name for.
+    remake, (kind, parts), state = MeshError.__reduce__(error)
+    return _remake, (remake, kind.__bases__[0], parts), state
+
+
+def _remake(remake: Callable[..., MeshError], kind: type[MeshError], parts: Any) -> MeshError:
+    return as_runtime_error(remake(kind, parts))

@@ -6,6 +6,7 @@ module can run it. Nothing else of it travels than arguments and results.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -23,10 +24,10 @@ from mesh.rpc.types import registered_types
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RemoteModule", "parse_remote_device"]
+__all__ = ["RemoteModule", "remote_place"]
 
 
-def parse_remote_device(text: str) -> tuple[str | int | NodeId | None, torch.device]:
+def remote_place(text: str) -> tuple[str | int | NodeId | None, torch.device]:
     """Return the worker and its device that a text names.
 
     Args:
@@ -52,7 +53,7 @@ class RemoteModule(torch.nn.Module):
     parameters stay where they are, see `remote_parameters`; what needs them here is refused.
 
     Args:
-        remote_device: where it is to be; see `parse_remote_device`.
+        remote_device: where it is to be; see `remote_place`.
         module_cls: its class, or a function that returns it; exposed by that worker.
         args, kwargs: what it is made of, and travels as the arguments of any call.
 
@@ -71,7 +72,7 @@ class RemoteModule(torch.nn.Module):
         from mesh.rpc import api
 
         super().__init__()
-        where, device = parse_remote_device(remote_device)
+        where, device = remote_place(remote_device)
         given = (module_cls, tuple(args or ()), dict(kwargs or {}), str(device))
         to = api.get_worker_info() if where is None else where
         self._become(where, str(device), api.remote(to, create_module, given))
@@ -81,10 +82,10 @@ class RemoteModule(torch.nn.Module):
         """Return a remote module of a module that is there already.
 
         Args:
-            remote_device: where it is; see `parse_remote_device`.
+            remote_device: where it is; see `remote_place`.
             module_rref: the reference to it.
         """
-        where, device = parse_remote_device(remote_device)
+        where, device = remote_place(remote_device)
         return cls._of(where, str(device), module_rref)
 
     @classmethod
@@ -201,6 +202,11 @@ def create_module(
     module_cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str
 ) -> torch.nn.Module:
     """Make a module of a class that this program exposes, on a device."""
+    if not (inspect.isclass(module_cls) or inspect.isroutine(module_cls)):
+        raise NotExposed("making of a module", why="what is to make it is no class or function")
+    if torch.device(device).type not in ("cpu", "cuda"):
+        # Another may be a peer's, and this node's to use but not its caller's.
+        raise NotExposed(f"making of a module on {device!r:.40}", why="that is no device for it")
     module = module_cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
         raise ValueError(  # noqa: TRY004 - as upstream

@@ -2,7 +2,8 @@
 
 A call of little takes less time than it takes a thread to ask a loop for it and to be woken. So the
 thread that makes it writes and reads its messages itself, where nothing in them needs the loop:
-no references, no tensors that travel apart, no pickles. All else is as in `Agent.call`.
+no references, no tensors that travel apart, no pickles, no autograd context. All else is as in
+`Agent.call`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from auth import NodeId
+from auth import MeshError, NodeId
 from mesh.rpc.bridge import ended
 from mesh.rpc.carriage import beside, together
-from mesh.rpc.errors import RpcError
+from mesh.rpc.errors import RpcError, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.limits import timed_out
+from mesh.rpc.links import current_context
 from mesh.rpc.reference import RRef
 from mesh.rpc.values import Packer, Unpacker
 from mesh.rpc.wire import CALL_SERVICE, Answer, Request
@@ -71,7 +73,7 @@ def call_quickly(
         Exception: as `Agent.call`.
     """
     connection = agent.short_way(to)
-    if connection is None:
+    if connection is None or current_context.get() is not None:
         return NOT_NOW
     target = agent.target(function)
     packer = Packer(agent.types, _NoRefs())
@@ -83,7 +85,7 @@ def call_quickly(
     packed = packer.packed
     if any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in packed.tensors):
         return NOT_NOW
-    what = beside(packed.tensors)
+    what = beside(packed.tensors, agent.placement.towards(to))
     if what.apart:
         return NOT_NOW
     request = Request(target, packed.items, what, seconds)
@@ -98,24 +100,32 @@ def call_quickly(
             raise ended() from error
         if isinstance(error, DeadlineExceeded) and not isinstance(error, RpcError):
             raise timed_out(str(target), agent.label(to), seconds) from error
+        if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
+            raise as_runtime_error(error) from error.__cause__
         raise
     if isinstance(value, NotNow):
         return value
     answer = Answer.decode(value)
     if answer.error is not None:
-        raise decode_exception(answer.error, peer=agent.label(to), what=str(target))
+        raised = decode_exception(answer.error, peer=agent.label(to), what=str(target))
+        if isinstance(raised, MeshError) and not isinstance(raised, RuntimeError):
+            raise as_runtime_error(raised) from raised.__cause__
+        raise raised
     if answer.key or any(_needs_loop(item) for item in answer.items):
-        return agent.bridge.block_on(lambda: _rest(agent, connection, answer))
-    return _value_of(agent, answer)
+        return agent.bridge.block_on(lambda: _rest(agent, connection, to, answer))
+    return _value_of(agent, to, answer)
 
 
-async def _rest(agent: Agent, connection: Connection, answer: Answer) -> Any:
+async def _rest(agent: Agent, connection: Connection, to: NodeId, answer: Answer) -> Any:
     parts: Mapping[int, torch.Tensor] = await agent.fetch_parts(connection, answer)
-    return await agent.value_of(answer.items, together(answer.beside, parts), connection)
+    what = answer.beside
+    tensors = await agent.placement.answered(together(what, parts), what.devices, to)
+    return await agent.value_of(answer.items, tensors, connection)
 
 
-def _value_of(agent: Agent, answer: Answer) -> Any:
-    tensors = together(answer.beside, {})
+def _value_of(agent: Agent, to: NodeId, answer: Answer) -> Any:
+    what = answer.beside
+    tensors = agent.placement.answered_in_thread(together(what, {}), what.devices, to)
     unpacker = Unpacker(answer.items, tensors, agent.types, _NoRefs(), agent.exposures)
     value = unpacker.unpack()
     unpacker.finish()

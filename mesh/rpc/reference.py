@@ -157,6 +157,22 @@ class RRef(Generic[_Value]):
 
         return MethodCalls(self, api.invoke_remote, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Go backward from the value, a scalar tensor, at its owner; for threads.
+
+        Args:
+            dist_autograd_ctx_id: the autograd context; without one, the value's own graph at its
+                owner, whose gradients go to ``.grad`` there.
+            retain_graph: keep the graph, to go backward again.
+
+        Raises:
+            RpcError: the value is no tensor.
+            Exception: what `mesh.autograd.backward` raises.
+        """
+        from mesh.autograd import api
+
+        api.backward_from(self._agent, self, dist_autograd_ctx_id, retain_graph)
+
     async def fetch(self, timeout: float | None = None) -> _Value:
         """Return the same as `to_here`, as a coroutine for the node's event loop."""
         value: _Value = await self._agent.fetch(self, timeout)

@@ -12,6 +12,7 @@ import re
 import time
 from datetime import timedelta
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from auth import IdentityError, NodeId, SocketAddress
@@ -86,6 +87,9 @@ class Roster:
         store: the job's own part of a c10d store.
         name, rank: this worker's.
         size: how many workers there are; None for a job that others join as they come.
+
+    Attributes:
+        cuda_devices: how many each worker that was found has.
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int | None) -> None:
@@ -103,19 +107,30 @@ class Roster:
         self._known: dict[int | str, WorkerInfo] = {}
         self._where: dict[NodeId, tuple[SocketAddress, ...]] = {}
         self._complete = False
+        self.cuda_devices: dict[str, int] = {}
 
     def publish(self, node_id: NodeId, addresses: tuple[SocketAddress, ...]) -> None:
         """Tell the others who this worker is and where.
 
         Raises:
-            RpcError: another worker has its name or its rank.
+            RpcError: another worker has its name or its rank, or the job is of the other kind.
         """
+        kinds = ("dynamic", "static") if self.size is None else ("static", "dynamic")
+        self._store.add(f"kind/{kinds[0]}", 1)
+        if self._store.add(f"kind/{kinds[1]}", 0):
+            raise RpcError(
+                f"worker {self._name!r}",
+                why="RPC group mixes statically and dynamically initialized members which is not "
+                "supported.",
+                fix="Give all of its workers world_size=, or none.",
+            )
         where: list[CborValue] = [format_address(each) for each in addresses[:MAX_ADDRESSES]]
         record: CborValue = {
             "name": self._name,
             "rank": self._rank,
             "node": str(node_id),
             "addresses": where,
+            "cuda": torch.cuda.device_count(),
         }
         data = cbor.encode(record, max_size=RECORD_BYTES)
         for key in (f"name/{self._name}", f"rank/{self._rank}"):
@@ -195,10 +210,10 @@ class Roster:
         """Tell the others that this worker has come as far as `what`, and a value with it."""
         self._store.set(f"{what}/{self._rank}", value)
 
-    def heard(self, what: str, rank: int) -> str | None:
+    def heard(self, what: str, rank: int, wait: float = STEP_SECONDS) -> str | None:
         """Return what a worker has said there, after a moment's wait; None if it has not."""
         key = f"{what}/{rank}"
-        if not self._wait(key, STEP_SECONDS):
+        if not self._wait(key, wait):
             return None
         return self._store.get(key).decode()
 
@@ -219,8 +234,10 @@ class Roster:
                     "rank": int(rank),
                     "node": str(node),
                     "addresses": [*texts],
+                    "cuda": int(count),
                 } if who in (name, rank) and len(texts) <= MAX_ADDRESSES:
                     where = tuple(parse_address(str(text)) for text in texts)
+                    self.cuda_devices[name] = count
                     return WorkerInfo(name, rank, NodeId.parse(node)), where
         except (ProtocolError, IdentityError, AddressError, RpcError) as error:
             raise _wrong(who, str(error)) from error

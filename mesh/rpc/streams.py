@@ -128,7 +128,11 @@ class RemoteIterator:
             raise decode_exception(answer.error, peer=self._label, what=self._what)
         connection = self._stream.connection
         parts = await self._agent.fetch_parts(connection, answer)
-        return await self._agent.value_of(answer.items, together(answer.beside, parts), connection)
+        what = answer.beside
+        tensors = await self._agent.placement.answered(
+            together(what, parts), what.devices, self._to
+        )
+        return await self._agent.value_of(answer.items, tensors, connection)
 
     async def _ask(self, stream: Stream) -> None:
         self._count += 1
@@ -144,7 +148,7 @@ class RemoteIterator:
         packed = agent.packed(target, outgoing, self._args, self._kwargs, self._function)
         try:
             await outgoing.settle()
-            what = beside(packed.tensors)
+            what = beside(packed.tensors, self._agent.placement.towards(self._to))
             key = new_id() if what.apart else b""
             request = Request(target, packed.items, what, self._seconds, key=key)
             if self._to == agent.node_id:

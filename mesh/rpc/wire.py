@@ -20,6 +20,7 @@ import math
 from typing import Self
 
 from auth import IdentityError, NodeId
+from mesh.rpc.links import Link
 from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS, has_pickle
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
@@ -56,6 +57,7 @@ ID_BYTES = 16
 """Of references, of forks of them, and of messages with large tensors."""
 
 MAX_NAME = 256
+MAX_DEVICE = 32
 MAX_NOTES = 1024
 """Most entries of each kind in one `RefNotes`."""
 
@@ -77,10 +79,13 @@ class Beside:
     Attributes:
         metas: one for each.
         inline: the bytes of each, None where they travel apart.
+        devices: of a request, the reader's device that each is to be put on; of an answer, the
+            writer's that it was on; None for the CPU. See `mesh.rpc.placement`.
     """
 
     metas: tuple[TensorMeta, ...] = ()
     inline: tuple[bytes | None, ...] = ()
+    devices: tuple[str | None, ...] = ()
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -94,24 +99,29 @@ class Beside:
 
     def encode(self) -> list[CborValue]:
         """Return them as they travel."""
-        pairs = zip(self.metas, self.inline, strict=True)
-        return [[_meta_bytes(meta), data] for meta, data in pairs]
+        found: list[CborValue] = []
+        for meta, data, device in zip(self.metas, self.inline, self.devices, strict=True):
+            end: list[CborValue] = [] if device is None else [device]
+            found.append([_meta_bytes(meta), data, *end])
+        return found
 
     @classmethod
     def decode(cls, fields: Fields, name: str) -> Self:
         """Take them out of `fields`."""
         metas: list[TensorMeta] = []
         inline: list[bytes | None] = []
+        devices: list[str | None] = []
         for item in fields.items(name, MAX_TENSORS):
             match item:
-                case [bytes(meta), bytes() | None as data]:
+                case [bytes(meta), bytes() | None as data, *end] if len(end) <= 1:
                     metas.append(_meta_of(meta) if len(meta) <= SHORT_META else _read_meta(meta))
+                    devices.append(_device(fields, end[0]) if end else None)
                     if data is not None and len(data) != metas[-1].nbytes:
                         raise fields.wrong("a tensor of another length than it should have")
                     inline.append(data)
                 case _:
-                    raise fields.wrong("a tensor is a description and its bytes")
-        return cls(tuple(metas), tuple(inline))
+                    raise fields.wrong("a tensor is a description, its bytes, and a device")
+        return cls(tuple(metas), tuple(inline), tuple(devices))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,9 +129,10 @@ class Target:
     """What is to be called.
 
     Attributes:
-        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"`` or ``"pickled"``.
+        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"``, ``"pickled"``, or, of
+            distributed autograd, ``"gradients"`` or ``"backward"``.
         name: of the function, operator or method; empty for the others.
-        key: the reference of a method or a fetch.
+        key: the reference of a method, a fetch or a backward.
     """
 
     kind: str
@@ -155,6 +166,10 @@ class Target:
             return "fetch of a reference"
         if self.kind == "pickled":
             return "call of a pickled function"
+        if self.kind == "gradients":
+            return "sending of gradients"
+        if self.kind == "backward":
+            return "backward from a reference"
         return f"call of {self.kind} {self.name!r}"
 
 
@@ -164,6 +179,8 @@ _KINDS = {
     "method": (True, True),
     "fetch": (False, True),
     "pickled": (False, False),
+    "gradients": (False, False),
+    "backward": (False, True),
 }
 
 
@@ -179,6 +196,7 @@ class Request:
         seconds: how long it may take; 0 for as long as it likes.
         create: the reference that the result is to become, and the caller's fork of it.
         key: what its large tensors travel under; empty if there are none.
+        link: the autograd context that it was sent in, if any.
     """
 
     target: Target
@@ -187,6 +205,7 @@ class Request:
     seconds: float
     create: Fork | None = None
     key: bytes = b""
+    link: Link | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
@@ -198,6 +217,8 @@ class Request:
         whole = int(self.seconds)
         value["seconds"] = whole if whole == self.seconds else self.seconds
         value["tensors"] = self.beside.encode()
+        if self.link is not None:
+            value["autograd"] = self.link.encode()
         return value
 
     @classmethod
@@ -212,8 +233,9 @@ class Request:
             raise fields.wrong("'seconds' is no time limit")
         create = Fork.decode(fields.value("create")) if fields.has("create") else None
         key = _key(fields, beside)
+        link = _link(fields)
         fields.finish()
-        return cls(target, items, beside, float(seconds), create, key)  # type: ignore[arg-type]
+        return cls(target, items, beside, float(seconds), create, key, link)  # type: ignore[arg-type]
 
     @property
     def has_pickle(self) -> bool:
@@ -235,12 +257,14 @@ class Answer:
         beside: its tensors.
         key: what its large tensors can be fetched under; empty if there are none.
         error: what the function raised, as `encode_exception` writes it; then there is no result.
+        link: the autograd context that its tensors are recorded in, if any.
     """
 
     items: list[CborValue] = dataclasses.field(default_factory=list)
     beside: Beside = Beside()
     key: bytes = b""
     error: CborValue = None
+    link: Link | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
@@ -249,6 +273,8 @@ class Answer:
         value: dict[str, CborValue] = {"key": self.key} if self.key else {}
         value["items"] = self.items
         value["tensors"] = self.beside.encode()
+        if self.link is not None:
+            value["autograd"] = self.link.encode()
         return value
 
     @classmethod
@@ -260,7 +286,7 @@ class Answer:
         else:
             items = fields.items("items", MAX_ITEMS)
             beside = Beside.decode(fields, "tensors")
-            answer = cls(items, beside, _key(fields, beside))
+            answer = cls(items, beside, _key(fields, beside), link=_link(fields))
         fields.finish()
         return answer
 
@@ -429,6 +455,16 @@ class RefNotes:
         if len(left) != len(keys):
             raise fields.wrong("'left' must be keys")
         return cls(shared, confirmed, dropped, left)
+
+
+def _link(fields: Fields) -> Link | None:
+    return Link.decode(fields.value("autograd")) if fields.has("autograd") else None
+
+
+def _device(fields: Fields, value: CborValue) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_DEVICE:
+        raise fields.wrong(f"a device is a name of 1 to {MAX_DEVICE} characters")
+    return value
 
 
 @functools.lru_cache(KEPT_METAS)

@@ -16,6 +16,7 @@ from tensor_bridge.lanes.choice import (
     choose_lane,
 )
 from tensor_bridge.lanes.lane import Lane
+from tensor_bridge.lanes.local import LocalLane
 from tensor_bridge.lanes.quic import QuicLane
 from tensor_bridge.lanes.shared import (
     SealedLane,
@@ -32,6 +33,7 @@ __all__ = [
     "LaneConfig",
     "LaneStatus",
     "Lanes",
+    "LocalLane",
     "Offer",
     "QuicLane",
     "SealedLane",

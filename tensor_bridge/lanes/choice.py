@@ -16,6 +16,7 @@ import torch
 
 from tensor_bridge.landing_memory import LandingMemory
 from tensor_bridge.lanes.lane import Lane
+from tensor_bridge.lanes.local import LocalLane, is_here, note
 from tensor_bridge.lanes.quic import QuicLane
 from tensor_bridge.lanes.shared import Landing, Link, SealedLane, SharedLane, Sharing
 from tensor_bridge.lanes.shared.sealed import sealed_memory
@@ -33,12 +34,15 @@ class LaneConfig:
     Attributes:
         shared_memory: share memory with peers that run on the same host, under the same user and in
             the same namespaces. Off, all moves go over QUIC.
+        in_process: copy from the memory of peers that are in this very process. Off, they are as
+            any other of this host.
         shared_from: bytes of the smallest move that it is used for; smaller ones are faster among
             the messages that they come with.
         max_links: with how many peers at a time; each costs up to 8 MiB here and as much there.
     """
 
     shared_memory: bool = True
+    in_process: bool = True
     shared_from: int = 64 << 10
     max_links: int = 32
 
@@ -57,16 +61,22 @@ class Offer:
     Args:
         link: the way through shared memory, if there is one.
         sealed: whether the memory itself may be handed over.
+        is_here: whether the peer is in this process, and its memory at hand.
     """
 
-    def __init__(self, link: Link | None = None, *, sealed: bool = False) -> None:
+    def __init__(
+        self, link: Link | None = None, *, sealed: bool = False, is_here: bool = False
+    ) -> None:
         self.link = link
         self._sealed = sealed
+        self._is_here = is_here
         self._landing: Landing | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """What to offer."""
+        if self._is_here:
+            return (LocalLane.name,)
         if self.link is None:
             return ()
         return (SealedLane.name, SharedLane.name) if self._sealed else (SharedLane.name,)
@@ -99,6 +109,8 @@ class Offer:
         Raises:
             ProtocolError: it was not offered.
         """
+        if name in self.names and self._is_here:
+            return LocalLane(stream, stall_seconds=stall_seconds)
         if self.link is None or name not in self.names:
             raise ProtocolError(
                 "choice of a lane", peer=stream.peer, why=f"{name!r:.40} was not offered"
@@ -124,6 +136,8 @@ class Lanes:
         self._moves = itertools.count()
         self._sharing: Sharing | None = None
         if endpoint is not None:
+            if self._takes_local:
+                note(endpoint)
             self._sharing = Sharing(
                 endpoint, max_links=self.config.max_links, is_off=not self.config.shared_memory
             )
@@ -135,6 +149,8 @@ class Lanes:
         """
         if self._sharing is None or nbytes < max(1, self.config.shared_from):
             return Offer()
+        if not sealed and self._is_here(connection):
+            return Offer(is_here=True)
         return Offer(await self._sharing.meet(connection), sealed=sealed)
 
     def answer(
@@ -144,6 +160,8 @@ class Lanes:
 
         The hand-over of memory only with `sealed`.
         """
+        if LocalLane.name in offered and self._is_here(connection):
+            return Offer(is_here=True)
         if self._sharing is None or SharedLane.name not in offered:
             return Offer()
         sealed = sealed and SealedLane.name in offered
@@ -198,10 +216,19 @@ class Lanes:
         """Return which lane a large move with the peer takes, as far as that is known."""
         if self._sharing is None:
             return LaneStatus(QuicLane.name)
+        if self._is_here(connection):
+            return LaneStatus(LocalLane.name)
         if self._sharing.link(connection) is not None:
             return LaneStatus(SharedLane.name)
         why = self._sharing.why_not(connection)
         return LaneStatus(QuicLane.name, why or "no move was large enough so far to ask for more")
+
+    @property
+    def _takes_local(self) -> bool:
+        return self.config.shared_memory and self.config.in_process
+
+    def _is_here(self, connection: Connection) -> bool:
+        return self._takes_local and is_here(connection)
 
 
 NO_LANES = Lanes(None)

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.benchmarks import collectives, delay, host, memory, namespaces, report, rpc
+from tests.benchmarks import collectives, delay, device, host, memory, namespaces, report, rpc
 from tests.benchmarks.compare import Options, Row, Shown
 from tests.benchmarks.loopback import Bulk, Small
 
@@ -24,6 +24,7 @@ PARTS = {
     "namespaces": namespaces,
     "delay": delay,
     "memory": memory,
+    "device": device,
 }
 
 

@@ -17,6 +17,7 @@ PACKAGES = (
     "mesh.collective",
     "mesh.device",
     "mesh.rpc",
+    "mesh.autograd",
     "mesh",
 )
 LINE = re.compile(r"^    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(  \S.*)?$")
@@ -46,7 +47,8 @@ def defined() -> dict[str, tuple[str | None, int]]:
     pending: list[tuple[type[MeshError], str | None]] = [(MeshError, None)]
     while pending:
         kind, base = pending.pop()
-        if kind.__module__.removesuffix(".errors") in PACKAGES:
+        # One of a class's own name is that class for who catches RuntimeError.
+        if kind.__module__.removesuffix(".errors") in PACKAGES and kind.__name__ != base:
             first = kind.__bases__[0].__name__ if base else None
             tree[kind.__name__] = (first, kind.exit_code)
         pending += [(each, kind.__name__) for each in kind.__subclasses__()]

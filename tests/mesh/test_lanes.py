@@ -20,6 +20,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the nodes not know that they are in one process."""
+    monkeypatch.setattr("tensor_bridge.lanes.choice.note", lambda endpoint: None)
+
+
 def node(*, shared_memory: bool = True, tensors: bool = True) -> Node:
     return Node.embedded(
         key=SecretKey.generate(),

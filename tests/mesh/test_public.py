@@ -31,13 +31,17 @@ PUBLIC = {
     "Ticket",
     "allow_any",
     "any_of",
+    "autograd",
     "blocking",
     "deny_all",
     "describe",
     "device",
     "devices",
     "errors",
+    "nn",
+    "optim",
     "rpc",
+    "train",
 }
 
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.parsers import of_auth, of_devices, of_mesh, of_rpc, of_tensor_bridge, of_transport
+from tests.parsers import (
+    of_auth,
+    of_autograd,
+    of_devices,
+    of_groups,
+    of_mesh,
+    of_rpc,
+    of_tensor_bridge,
+    of_transport,
+)
 from tests.parsers.parser import Parser
 
 __all__ = ["PARSERS"]
@@ -13,5 +22,7 @@ PARSERS: list[Parser] = [
     *of_tensor_bridge.PARSERS,
     *of_mesh.PARSERS,
     *of_rpc.PARSERS,
+    *of_autograd.PARSERS,
     *of_devices.PARSERS,
+    *of_groups.PARSERS,
 ]

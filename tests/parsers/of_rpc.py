@@ -51,7 +51,8 @@ def _besides(draw: st.DrawFn) -> Beside:
     inline = [
         bytes(meta.nbytes) if meta.nbytes < 4096 and draw(st.booleans()) else None for meta in what
     ]
-    return Beside(tuple(what), tuple(inline))
+    devices = tuple(draw(st.none() | st.just("cuda:1")) for _ in what)
+    return Beside(tuple(what), tuple(inline), devices)
 
 
 @st.composite
@@ -239,7 +240,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.value",
-        covers=("mesh.rpc.values.Unpacker.unpack",),
+        covers=("mesh.rpc.values.Unpacker.unpack", "mesh.rpc.values.Unpacker.unpack_all"),
         form="message",
         values=_values,
         write=_write_value,

@@ -34,6 +34,7 @@ from tensor_bridge.serve_create import FILLS, CreateCall
 from tensor_bridge.wire import (
     FIRST_MOVE,
     FetchOpen,
+    Lent,
     ListCall,
     Listed,
     Listing,
@@ -103,6 +104,7 @@ _MESSAGES: dict[Any, st.SearchStrategy[Any]] = {
     FetchOpen: st.builds(FetchOpen, _ids, node_ids, _addresses, _tokens, metas(), _names),
     ReadAccepted: st.builds(ReadAccepted, metas(), _versions, _lane),
     Sent: st.builds(Sent, _versions),
+    Lent: st.builds(Lent, _nonces),
     Received: st.builds(Received, _sizes),
     Moved: st.builds(Moved, _sizes),
     Stored: st.builds(Stored, _ids, _versions),

@@ -38,7 +38,8 @@ PROCESS = "process"
 
 LANES = {
     "quic": LaneConfig(shared_memory=False),
-    "shared-memory": LaneConfig(shared_from=1),
+    "shared-memory": LaneConfig(shared_from=1, in_process=False),
+    "in-process": LaneConfig(shared_from=1),
     PROCESS: LaneConfig(shared_memory=False),
 }
 """How nodes are made to move everything by one lane, by its name."""

@@ -67,6 +67,8 @@ class Child:
             with contextlib.suppress(ValueError):
                 return f"it was killed by {signal.Signals(-code).name}"
             return f"it was killed by signal {-code}"
+        if code == 0:  # what is also said of a child whose end somebody else was told of
+            return "it has ended, by itself or killed while the program waited for any child"
         return f"it has ended by itself, with exit status {code}"
 
     def kill(self) -> None:

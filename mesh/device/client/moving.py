@@ -7,10 +7,11 @@ for a move but who reads what it brings, or has begun so many that they fill the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -301,9 +302,8 @@ async def _delete(there: TensorClient, held: TensorRef) -> None:
 
 def _settle(future: Future[CborValue], error: MeshError | None) -> None:
     """Have whoever waits go on, unless it does already: all was lost."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

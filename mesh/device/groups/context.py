@@ -79,6 +79,8 @@ class DistributedContext:
         self.timeout = float(timeout)
         self._lock = threading.Lock()
         self._next = 0
+        self._turns = [0] * len(self.devices)
+        """For each device the number of the operation that it has to contribute to next."""
         self._bond: Bond | None = None
         self._parts: tuple[Part, ...] = ()
         self._state = "not entered yet"
@@ -130,6 +132,18 @@ class DistributedContext:
         if bond is None or not bond.broken.done() or self._state:
             return None
         return bond.broken.result()
+
+    def find_lost(self) -> tuple[torch.device, ...]:
+        """Return the devices whose peers can't be reached within the liveness bound, or are gone.
+
+        Their sessions are given up.
+        """
+        bond = self._bond
+        if bond is None:
+            return ()
+        bond.check_waiting()
+        ranks = {rank for member in bond.find_lost() for rank in self._parts[member].ranks}
+        return tuple(self.devices[rank] for rank in sorted(ranks))
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: ReduceOperation | str | None = None
@@ -328,13 +342,15 @@ class Starting:
         if tensor.device != context.devices[rank]:
             why = f"a tensor is on '{tensor.device}', and it is the turn of {context.devices[rank]}"
             raise DeviceError(what, why=why)
-        if rank not in self._left[part] or part.next != self._number:
+        turn = context._turns[rank]
+        if turn != self._number:
             raise DeviceError(
                 what,
-                why=f"'{tensor.device}' is at operation {part.next} of the group, and this is "
+                why=f"'{tensor.device}' is at operation {turn} of the group, and this is "
                 f"operation {self._number}",
                 fix="All devices take part in the same operations, in the same order.",
             )
+        context._turns[rank] += 1
         self._left[part].discard(rank)
         self._like = tensor if self._like is None else self._like
         self._tensors[rank] = tensor.detach()
@@ -443,12 +459,12 @@ class Collective:
             context = self._context
             context._check_usable(f"resolving of {self._call.kind}")
             found: dict[int, torch.Tensor] = {}
+            if any(part.next <= self._number for part in context._parts):
+                raise DeviceError(
+                    f"resolving of {self._call.kind}",
+                    why="not all devices have contributed to it",
+                )
             for part in context._parts:
-                if part.next <= self._number:
-                    raise DeviceError(
-                        f"resolving of {self._call.kind}",
-                        why="not all devices have contributed to it",
-                    )
                 results = part.take(self._number, self._shape, self._dtype, waits=waits)
                 found.update(zip(part.ranks, results, strict=True))
             self._results = [found[rank] for rank in range(len(context.devices))]

@@ -286,7 +286,8 @@ class ServerSession:
         self._drop(arrived)
         del self._arrived[arrived.arrival]
         del self._awaited[arrived.arrival]
-        self._behind = 0
+        if not self._awaited:
+            self._behind = 0
         self._wake_queue()
         await self.link.post(wire.answer(order.request, None))
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.lowlevel
@@ -76,7 +76,7 @@ class SharedLane:
         await self._attend("receive", place.advance, functools.partial(self._receive, place))
 
     async def _send(self, payload: Payload, moved: Callable[[int], object]) -> None:
-        parts = _pieces(payload, self._link.slot_bytes)
+        parts = payload.spans(self._link.slot_bytes)
         await self._link.send(self._stream.stream_id, parts, payload.nbytes, moved)
 
     async def _receive(self, place: Place, moved: Callable[[int], object]) -> None:
@@ -170,7 +170,7 @@ async def sealed_copy(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         return tensor
     try:
         with contextlib.closing(Writer()) as writer:
-            for piece in _pieces(payload, PIECE):
+            for piece in payload.spans(PIECE):
                 writer.write(piece)
                 await anyio.lowlevel.checkpoint()
             return allocate(meta, writer.seal().storage)
@@ -191,7 +191,7 @@ async def sealed_descriptor(tensor: torch.Tensor, meta: TensorMeta) -> int:
     if there is not None:
         return os.dup(there)
     with contextlib.closing(Writer()) as writer:
-        for piece in _pieces(payload, PIECE):
+        for piece in payload.spans(PIECE):
             writer.write(piece)
             await anyio.lowlevel.checkpoint()
         return writer.give()
@@ -204,20 +204,7 @@ def sealed_snapshot(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         QuotaExceeded: this machine has no room for it.
     """
     with contextlib.suppress(OSError, AttributeError), contextlib.closing(Writer()) as writer:
-        for piece in _pieces(Payload(tensor, meta), meta.nbytes):
+        for piece in Payload(tensor, meta).spans(meta.nbytes):
             writer.write(piece)
         return allocate(meta, writer.seal().storage)
     return allocate(meta).copy_(tensor.detach())
-
-
-def _pieces(payload: Payload, size: int) -> Iterator[memoryview]:
-    """Cut a payload that lies in one span into parts of `size`; gather any other piece by piece."""
-    whole = payload.whole()
-    if whole is None:
-        for piece in payload.pieces():
-            yield from (piece[start : start + size] for start in range(0, len(piece), size))
-        return
-    for start in range(0, len(whole), size):
-        if not payload.is_intact():
-            raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
-        yield whole[start : start + size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -32,18 +33,35 @@ class Peer:
 
     def sizes(self) -> dict[str, int]:
         """Ask for its tables."""
+        return self._ask("sizes")
+
+    def moved(self) -> dict[str, int]:
+        """Ask for the bytes of UDP payload that it has exchanged with each other node, by id."""
+        return self._ask("moved")
+
+    def _ask(self, what: str) -> dict[str, int]:
         assert self.program.stdin is not None
         assert self.program.stdout is not None
-        self.program.stdin.write("sizes\n")
+        self.program.stdin.write(f"{what}\n")
         self.program.stdin.flush()
-        found: dict[str, int] = json.loads(self.program.stdout.readline())
+        while not (line := self.program.stdout.readline()).startswith("{"):
+            assert line, "the peer has ended"  # else it is what an executor's libraries say
+        found: dict[str, int] = json.loads(line)
         return found
 
 
 @contextlib.contextmanager
-def peer(*, devices: int = 2, lease: float = 30.0, max_bytes: int = 1 << 30) -> Iterator[Peer]:
+def peer(
+    *,
+    devices: int = 2,
+    lease: float = 30.0,
+    max_bytes: int = 1 << 30,
+    shares_memory: bool = True,
+    liveness: float = CONFIG.liveness,
+) -> Iterator[Peer]:
     """Run a peer for the block."""
     arguments = ["-m", "tests.mesh.device.peer", str(devices), str(lease), str(max_bytes)]
+    arguments += [str(int(shares_memory)), str(liveness)]
     with Program(arguments, stdin=True, stderr=False) as program:
         assert program.stdout is not None
         try:
@@ -55,12 +73,13 @@ def peer(*, devices: int = 2, lease: float = 30.0, max_bytes: int = 1 << 30) -> 
             program.kill()
 
 
-def client(*, shared_memory: bool = True) -> blocking.Node:
+def client(liveness: float = CONFIG.liveness, *, shared_memory: bool = True) -> blocking.Node:
     """A program's node, not open yet."""
+    config = dataclasses.replace(CONFIG, liveness=liveness)
     return blocking.Node.embedded(
         key=SecretKey.generate(),
         authorizer=allow_any(),
-        config=CONFIG,
+        config=config,
         tensors=False,
         shared_memory=shared_memory,
     )
@@ -78,22 +97,47 @@ class _Admit:
         return self._grant
 
 
-async def _serve(devices: int, lease: float, max_bytes: int) -> None:
+async def _serve(
+    devices: int, lease: float, max_bytes: int, shares_memory: bool, liveness: float
+) -> None:
+    config = dataclasses.replace(CONFIG, liveness=liveness)
     node = Node.embedded(
-        key=SecretKey.generate(), authorizer=_Admit(max_bytes), config=CONFIG, tensors=True
+        key=SecretKey.generate(), authorizer=_Admit(max_bytes), config=config, tensors=True
     )
     # In how many parts a sum is taken decides its last bit: one, as in the tests.
     machine = MachineLimits(max_bytes=4 << 30)
     executor = ExecutorLimits(machine=machine, batch_seconds=5.0, threads=1)
     limits = DeviceLimits(executor=executor, lease=lease)
     async with node:
-        offer = DeviceService(node.endpoint, ["cpu"] * devices, limits, store=node.store)
+        offer = DeviceService(
+            node.endpoint,
+            ["cpu"] * devices,
+            limits,
+            store=node.store,
+            shared_memory=shares_memory,
+        )
         async with offer as service:
             node.offer(service)
             print(node.ticket().encode(), flush=True)
-            while await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-                print(json.dumps(node.table_sizes()), flush=True)
+            read = sys.stdin.readline
+            while line := await anyio.to_thread.run_sync(read, abandon_on_cancel=True):
+                found = _moved(node) if line == "moved\n" else node.table_sizes()
+                print(json.dumps(found), flush=True)
+
+
+def _moved(node: Node) -> dict[str, int]:
+    return {
+        str(each.peer.node_id): each.info.bytes_sent + each.info.bytes_received
+        for each in node.endpoint.connections
+    }
 
 
 if __name__ == "__main__":
-    anyio.run(_serve, int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    anyio.run(
+        _serve,
+        int(sys.argv[1]),
+        float(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4] == "1",
+        float(sys.argv[5]),
+    )

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-from auth import AccessDenied, allow_any
+from auth import AccessDenied, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import TransportError
 from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable
@@ -22,6 +22,8 @@ from tests.mesh.rpc.exposures import Colour, Pair, Point, Positive
 from tests.mesh.rpc.nodes import agents
 
 pytestmark = pytest.mark.anyio
+
+NODE = SecretKey.generate().node_id
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,8 @@ pytestmark = pytest.mark.anyio
         Colour.BLUE,
         Pair(1, [Pair("x", None)]),
         Positive(3),
+        NODE,
+        rpc.WorkerInfo("trainer:0", 3, NODE),
         exposures.echo,
         exposures.Counter,
     ],

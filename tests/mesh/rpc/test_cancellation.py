@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from mesh.autograd.wire import Gradients
 from mesh.rpc import Agent, RefLimits
+from mesh.rpc.links import ContextId
 from tests.cancelling import Operation, Scenarios, at_each_await, process_holdings
 from tests.mesh.nodes import eventually, node
 from tests.mesh.rpc import exposures
@@ -141,6 +143,20 @@ async def read_ones_own(c: Calling) -> AsyncIterator[Operation]:
         assert len([item async for item in c.here.stream(c.here.node_id, exposures.items, (1, 2))])
 
     yield run
+
+
+@SCENARIOS.covers("mesh.Agent.send_gradients", "mesh.Agent.backward_at", stride=7)
+async def go_backward(c: Calling) -> AsyncIterator[Operation]:
+    nowhere = ContextId(c.here.node_id, 1)
+    gradients = Gradients(nowhere, nowhere, 1, 1, [None])
+
+    async def run() -> None:
+        await c.here.send_gradients(c.peer.node_id, gradients.arguments())
+        ref = await c.here.remote(c.peer.node_id, exposures.leaf)
+        await c.here.backward_at(ref, -1, False)
+
+    yield run
+    await let_go(c)
 
 
 @SCENARIOS.covers("mesh.Node.rpc", "mesh.Agent.run")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import torch
 from auth import Grant, allow_any
 from mesh import rpc
 from mesh.rpc import Agent, PickleRefused, RpcError, Unsendable
+from tensor_bridge import describe, encode_meta
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
+from transport import ProtocolError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.attack]
 
@@ -59,6 +63,52 @@ async def test_a_gadget_ends_the_connection_and_runs_nothing(
                 await a.call(b.node_id, function, args)
             await nodes.eventually(lambda connection=connection: connection.closed is not None)  # type: ignore[misc]
         assert not made.exists()
+
+
+def hand_made(made: Path, kind: str, *, hidden: bool) -> dict[str, Any]:
+    """A call whose bytes no packer has seen, with a pickle that makes a directory."""
+    data = pickle.dumps(Gadget(os.mkdir, str(made)))
+    target = {
+        "argument": {"kind": "function", "name": "tests.mesh.rpc.exposures.echo"},
+        "operator": {"kind": "operator", "name": "torch.add"},
+        "function": {"kind": "pickled"},
+    }[kind]
+    items: list[Any] = [["t", 1], ["K", 0, [], []], ["d", 0]]
+    if kind == "function":
+        items = [["K", 0, [], []], ["t", 0], ["d", 0]]
+    meta = encode_meta(describe(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+    frame = {"target": target, "items": items, "tensors": [[meta, data]], "seconds": 5.0}
+    return frame | ({"create": [bytes(16), bytes(range(16))]} if hidden else {})
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["answered", "kept"])
+@pytest.mark.parametrize("kind", ["argument", "operator", "function"])
+async def test_a_hand_made_gadget_ends_the_connection_and_creates_nothing(
+    kind: str, hidden: bool, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    async with agents(2, last=allow_any(("*",))) as (a, b):
+        await a._node.dial(b.node_id)
+        (connection,) = a._node.endpoint.connections
+        with pytest.raises(ProtocolError):
+            await connection.call("rpc.call", hand_made(made, kind, hidden=hidden))
+        await nodes.eventually(lambda: connection.closed is not None)
+        assert "pickle" in str(connection.closed)
+        assert not made.exists()
+        assert len(b.owned) == 0
+        assert b._service._room.used == 0
+
+
+@pytest.mark.parametrize("kind", ["argument", "function"])
+async def test_the_hand_made_gadget_is_one(kind: str, tmp_path: Path) -> None:
+    """The positive control: where the scope is granted by its name, the same bytes run."""
+    made = tmp_path / "made"
+    async with agents(2, last=allow_any(WITH)) as (a, b):
+        await a._node.dial(b.node_id)
+        (connection,) = a._node.endpoint.connections
+        with contextlib.suppress(ProtocolError):  # what it leaves is no function
+            await connection.call("rpc.call", hand_made(made, kind, hidden=False))
+        assert made.exists()
 
 
 async def test_the_same_gadget_runs_where_it_is_allowed(tmp_path: Path) -> None:

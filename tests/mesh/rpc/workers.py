@@ -18,10 +18,13 @@ import torch
 
 from mesh import blocking, rpc
 from mesh.rpc import MeshRpcBackendOptions
-from tests.mesh.nodes import LOOPBACK
 from tests.mesh.rpc import exposures
+from tests.mesh.rpc.remote_modules import use_modules
+from transport import EndpointConfig
 
 NAMES = ("alpha", "beta", "gamma")
+
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", linger=1.0)
 
 
 def use(rank: int) -> None:
@@ -99,6 +102,45 @@ def batch(first: int) -> torch.futures.Future[int]:
 rpc.exposed(batch)
 
 
+def left(rank: int) -> None:
+    """Who leaves in no good order waits for nothing any more."""
+    if rank == 1:
+        with contextlib.suppress(rpc.RpcError):  # the other's loss, of which it may hear
+            rpc.shutdown()
+        return
+    held = rpc.remote("beta", exposures.echo, (7,))
+    assert held.to_here() == 7
+    future = rpc.rpc_async("beta", exposures.nap, (0.5,))
+    rpc.shutdown(graceful=False)
+    for late in (future.wait, lambda: rpc.rpc_sync("beta", exposures.echo, (1,))):
+        try:
+            late()
+        except RuntimeError as error:
+            assert "shut down" in str(error) or "not been initialized" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError("something was waited for after the end")
+
+
+def chain(rank: int) -> None:
+    """Calls that nobody waits for go on from worker to worker, while all of them end."""
+    rpc.rpc_async((rank + 1) % 3, pass_on, ((rank + 2) % 3, 12))
+    rpc.shutdown()
+    assert passed == 12, passed  # 36 in all, a third of them here
+
+
+passed = 0
+
+
+def pass_on(to: int, left: int) -> None:
+    global passed
+    passed += 1
+    if left > 1:
+        rpc.rpc_async(to, pass_on, ((to + 1) % 3, left - 1))
+
+
+rpc.exposed(pass_on)
+
+
 def busy(rank: int) -> None:
     """One worker is busy for longer than another waits for it to end."""
     if rank == 1:
@@ -141,6 +183,9 @@ rpc.exposed(die)
 
 SCENARIOS: tuple[tuple[Callable[[int], None], int], ...] = (
     (everything, 3),
+    (use_modules, 3),
+    (chain, 3),
+    (left, 2),
     (busy, 2),
     (killed, 2),
 )

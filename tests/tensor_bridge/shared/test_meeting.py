@@ -228,7 +228,8 @@ async def test_both_ask_at_once() -> None:
 
 
 async def test_small_moves_do_not_ask() -> None:
-    async with together(node(lanes=LaneConfig()), node(lanes=LaneConfig())) as (a, b):
+    apart = LaneConfig(in_process=False)
+    async with together(node(lanes=apart), node(lanes=apart)) as (a, b):
         client, connection = await a.client(b), await a.connection(b)
         await client.put(torch.zeros(1000))
         assert "no move was large enough" in str(a.lanes.status(connection).reason)
