@@ -8,10 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -24,6 +21,7 @@ from mesh.rpc import Agent, RefLimits
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
+from tests.programs import Program
 from transport import Connection, ConnectionClosed
 
 pytestmark = pytest.mark.anyio
@@ -142,13 +140,7 @@ class Victim:
     """A process with a node of its own, to be killed."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[3],
-        )
+        self._process = Program(["-m", __name__])
         assert self._process.stdout is not None
         self.ticket = self._process.stdout.readline().strip()
 
