@@ -157,7 +157,7 @@ def rpc_sync(
     """
     worker = _need()
     agent, node_id = worker.agent, worker.find(to)
-    seconds = agent.seconds(_seconds(timeout))
+    seconds = agent.asking.seconds(_seconds(timeout))
     result = call_quickly(
         agent, node_id, func, args or (), kwargs or {}, seconds, lambda: _worker is not worker
     )

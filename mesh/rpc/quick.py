@@ -75,7 +75,7 @@ def call_quickly(
     connection = agent.short_way(to)
     if connection is None or current_context.get() is not None:
         return NOT_NOW
-    target = agent.target(function)
+    target = agent.asking.target(function)
     packer = Packer(agent.types, _NoRefs())
     try:
         packer.pack(tuple(args), "args")
@@ -95,7 +95,7 @@ def call_quickly(
                 CALL_SERVICE, request.encode(), timeout=request.limit + GRACE, is_over=is_over
             )
     except BaseException as error:
-        agent.name_in(error, str(target))
+        agent.asking.name_in(error, str(target))
         if is_over():
             raise ended() from error
         if isinstance(error, DeadlineExceeded) and not isinstance(error, RpcError):
@@ -117,10 +117,10 @@ def call_quickly(
 
 
 async def _rest(agent: Agent, connection: Connection, to: NodeId, answer: Answer) -> Any:
-    parts: Mapping[int, torch.Tensor] = await agent.fetch_parts(connection, answer)
+    parts: Mapping[int, torch.Tensor] = await agent.asking.fetch_parts(connection, answer)
     what = answer.beside
     tensors = await agent.placement.answered(together(what, parts), what.devices, to)
-    return await agent.value_of(answer.items, tensors, connection)
+    return await agent.asking.value_of(answer.items, tensors, connection)
 
 
 def _value_of(agent: Agent, to: NodeId, answer: Answer) -> Any:

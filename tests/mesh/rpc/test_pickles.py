@@ -102,7 +102,7 @@ async def test_a_hand_made_gadget_ends_the_connection_and_creates_nothing(
         assert "pickle" in str(connection.closed)
         assert not made.exists()
         assert len(b.owned) == 0
-        assert b._service._room.used == 0
+        assert b.service._room.used == 0
 
 
 @pytest.mark.parametrize("kind", ["argument", "function"])

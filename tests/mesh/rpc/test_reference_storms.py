@@ -123,8 +123,8 @@ async def empty(*everybody: Agent) -> None:
     await nodes.eventually(
         lambda: (
             not any(len(each.owned) or len(each.holdings) for each in everybody)
-            and not any(each._service._room.used for each in everybody)
-            and not any(each._service._parts._offered for each in everybody)
+            and not any(each.service._room.used for each in everybody)
+            and not any(each.service._parts._offered for each in everybody)
         ),
         30.0,
     )
