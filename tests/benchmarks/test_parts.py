@@ -149,6 +149,7 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert {each["goal"] for each in figures if "what" in each} >= {1.0, 1.7, 1.3}
 
 
+@pytest.mark.slow  # four processes that load torch, and calls nested 80 deep
 @pytest.mark.usefixtures("forked")
 def test_remote_calls(capsys: pytest.CaptureFixture[str]) -> None:
     figures = lines(capsys, "rpc", "--scale", "0.02")
