@@ -35,12 +35,13 @@ def context(agent: Agent | None = None) -> Iterator[int]:
     Raises:
         RuntimeError: this thread is in a context already.
     """
-    if current_context.get() is not None:
+    autograd = _agent(agent).autograd
+    current = current_context.get()
+    if current is not None and autograd.contexts.live(current) is not None:
         raise BackwardError(
             "Already have an autograd context id for this thread",
             fix="Contexts do not nest; a function that is called in one is in it.",
         )
-    autograd = _agent(agent).autograd
     begun = autograd.begin()
     token = current_context.set(begun.id)
     try:

@@ -54,11 +54,13 @@ class Sent:
         clock: the Lamport time of it.
         peer: to whom.
         edges: for each tensor that wants a gradient, a scalar that its graph hangs on.
+        shapes: of these tensors.
     """
 
     clock: int
     peer: NodeId
     edges: tuple[torch.Tensor, ...]
+    shapes: tuple[torch.Size, ...]
 
 
 class Context:
@@ -73,6 +75,7 @@ class Context:
         peers: everybody here who takes part.
         markings: what is marked here for backwards.
         spare: the marking of the latest backward that kept its graph, for another one.
+        stale: numbers of markings of this node's that others may still have, for nothing.
         is_over: whether it has ended.
     """
 
@@ -86,6 +89,7 @@ class Context:
         self.peers: set[NodeId] = set()
         self.markings: dict[MarkingId, Marking] = {}
         self.spare: tuple[Sequence[Any], Marking] | None = None
+        self.stale: list[int] = []
         self.is_over = False
         self._clock = 0
         self._messages = 0
@@ -106,7 +110,8 @@ class Context:
         with self.lock:
             self.peers.add(to)
             if not self.is_over:
-                self.sent[number] = Sent(clock, to, edges)
+                shapes = tuple(each.shape for each in tensors)
+                self.sent[number] = Sent(clock, to, edges, shapes)
         return Link(self.id, number, clock)
 
     def receive(self, by: NodeId, link: Link, node: Any) -> None:

@@ -119,10 +119,14 @@ class Autograd:
     def end(self, context: Context) -> None:
         """End a context, and wait a moment until it has ended everywhere."""
         peers = self._free(context)
-        if peers:
-            with contextlib.suppress(RpcError):  # in the loop's own thread, or it is over
-                told = self._agent.bridge.start(partial(self._tell_all, context.id, peers))
-                self._agent.bridge.wait(told)
+        if not peers:
+            return
+        tell = partial(self._tell_all, context.id, peers)
+        if self._agent.bridge.is_here:
+            self._agent.start_soon(tell)
+            return
+        with contextlib.suppress(RpcError):  # it is over
+            self._agent.bridge.block_on(tell)
 
     def backward(
         self,
@@ -145,12 +149,8 @@ class Autograd:
     # -- for calls
 
     def leaving(self, to: NodeId, tensors: Sequence[torch.Tensor]) -> Link | None:
-        """Record a message that leaves. See `Recorder.leaving`, as for the next four."""
+        """Record a message that leaves. See `Recorder.leaving`, as for the next three."""
         return self._recorder.leaving(to, tensors)
-
-    def undo(self, link: Link | None) -> None:
-        """Forget a message that has not arrived."""
-        self._recorder.undo(link)
 
     def joined(self, link: Link | None, caller: NodeId) -> AbstractContextManager[None]:
         """Be in the context of a caller."""

@@ -27,6 +27,7 @@ from mesh.autograd.nodes import Origin
 from mesh.autograd.run import Aborted, Run
 from mesh.autograd.wire import (
     MARK_SERVICE,
+    MAX_FORGOTTEN,
     MAX_MARKED,
     START_SERVICE,
     Failure,
@@ -110,7 +111,7 @@ class Passes:
             if below is not None:
                 below.cancel()
             marking.end(run)
-            self._keep(marking, losses, reusable=retain_graph and not fast)
+            self._keep(marking, losses, run, reusable=retain_graph and not fast)
         if run.failure is not None:
             raise self._error(run.failure)
 
@@ -131,7 +132,8 @@ class Passes:
             raise ProtocolError("gradients", why="no such message needs any of this peer")
         given = gradients.gradients
         if len(given) != len(message.edges) or any(
-            each is not None and index not in needed for index, each in enumerate(given)
+            each is not None and (index not in needed or each.shape != message.shapes[index])
+            for index, each in enumerate(given)
         ):
             raise ProtocolError("gradients", why="they are not those that are needed")
         run = marking.run(gradients.run)
@@ -159,7 +161,6 @@ class Passes:
         self, context: Context, losses: Sequence[torch.Tensor], *, fast: bool, seconds: float
     ) -> Marking:
         edges = _edges(losses)
-        forgotten: tuple[int, ...] = ()
         with context.lock:
             if context.is_over:
                 raise gone(context.id.number)
@@ -169,7 +170,9 @@ class Passes:
                 if known == edges:
                     return spare
                 context.markings.pop(spare.id, None)
-                forgotten = (spare.id.number,)
+                context.stale.append(spare.id.number)
+            forgotten = tuple(context.stale[:MAX_FORGOTTEN])
+            del context.stale[:MAX_FORGOTTEN]
             me = self._agent.node_id
             marking = Marking(MarkingId(me, next(self._numbers)), context, me, None)
             _keep(context, marking)
@@ -206,14 +209,18 @@ class Passes:
         except RpcTimeout as error:
             raise _Failed(self.failure(error)) from None
 
-    def _keep(self, marking: Marking, losses: Sequence[torch.Tensor], *, reusable: bool) -> None:
+    def _keep(
+        self, marking: Marking, losses: Sequence[torch.Tensor], run: Run, *, reusable: bool
+    ) -> None:
         """Keep a marking for the next backward from the same losses, or let go of it."""
         context = marking.context
         with context.lock:
             if reusable and context.spare is None and not context.is_over:
                 context.spare = (_edges(losses), marking)
-            else:
-                context.markings.pop(marking.id, None)
+                return
+            context.markings.pop(marking.id, None)
+            if reusable or run.failure is not None:  # else others have let go of it themselves
+                context.stale.append(marking.id.number)
 
     async def _spread(
         self,
@@ -300,8 +307,8 @@ class Passes:
             if self._running >= MAX_RUNS:
                 raise LimitExceeded("backward", why=f"{MAX_RUNS} are under way here already")
             run = marking.run(order.run)
-            if run is None:
-                raise BackwardError("backward", why="it is over already")
+            if run is None or not run.claim():
+                raise BackwardError("backward", why="it has been started already")
         except MeshError as error:
             return self.failure(error).encode()
         marking.settle()

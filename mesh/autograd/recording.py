@@ -57,13 +57,6 @@ class Recorder:
             context.peers.add(to)
         return Link(context_id)
 
-    def undo(self, link: Link | None) -> None:
-        """Forget a message that may not have come to its receiver."""
-        context = None if link is None else self._contexts.live(link.context)
-        if link is not None and context is not None:
-            with context.lock:
-                context.sent.pop(link.message, None)
-
     @contextlib.contextmanager
     def joined(self, link: Link | None, caller: NodeId) -> Iterator[None]:
         """Be in the context of a caller for the block, and in none if it has none, or had.

@@ -63,11 +63,18 @@ class Run:
         self._mail: dict[int, list[torch.Tensor | None]] = {}
         self._news = threading.Condition()
         self._unsent = 0
+        self._is_begun = False
         self._post: Callable[[Run, Origin, list[Any]], None] | None = None
         self._until = float("inf")
         self._seconds = 0.0
 
     # -- for others, in any thread
+
+    def claim(self) -> bool:
+        """Return whether nobody has begun it before."""
+        with self._news:
+            was, self._is_begun = self._is_begun, True
+            return not was
 
     def put(self, message: int, gradients: list[torch.Tensor | None]) -> None:
         """Take the gradients of a message."""

@@ -196,7 +196,6 @@ class Asking:
                 parts = await self.fetch_parts(connection, answer)
         except BaseException as error:
             outgoing.undo()
-            self._agent.autograd.undo(link)
             self.name_in(error, str(target))
             if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
                 raise as_runtime_error(error) from error.__cause__
