@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         any_of,
         deny_all,
     )
-    from mesh import autograd, blocking, errors, optim, rpc, train
+    from mesh import autograd, blocking, errors, nn, optim, rpc, train
     from mesh.device.api import describe, device, devices
     from mesh.device.groups.context import DistributedContext, ReduceOperation
     from mesh.errors import AccessDenied, MeshError
@@ -58,6 +58,7 @@ __all__ = [
     "rpc",
     "autograd",
     "optim",
+    "nn",
     # devices of peers
     "device",
     "devices",
@@ -98,6 +99,7 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "rpc": "mesh.rpc",
             "autograd": "mesh.autograd",
             "optim": "mesh.optim",
+            "nn": "mesh.nn",
             "device": "mesh.device",
             "devices": "mesh.device.api",
             "describe": "mesh.device.api",

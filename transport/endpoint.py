@@ -337,7 +337,8 @@ class Endpoint:
             credential: opaque to everyone but the peer's authorizer; at most 4096 bytes. It travels
                 in the mesh's hello, so an open connection without it is not enough: the peer is
                 dialled once more, and grants what it grants for the connection there is.
-            timeout: seconds over all addresses; default ``config.connect_timeout``.
+            timeout: seconds over all addresses; default ``config.connect_timeout``. They begin when
+                this node's packets move: a process that is to move them takes a while to come up.
 
         Raises:
             AccessDenied: the peer refuses us.
@@ -347,6 +348,7 @@ class Endpoint:
             TransportError: `alpn` can't be the name of a protocol.
         """
         check_alpn("connecting with", alpn)
+        await self._engine.up()
         if isinstance(target, NodeId):
             target = PeerAddress(target)
         if self._closing:

@@ -277,6 +277,8 @@ def close(device: torch.device | str) -> None:
 
 
 async def _begin(node: Node, peer: Peer) -> _Peering:
+    with anyio.move_on_after(LANE_SECONDS), contextlib.suppress(MeshError):
+        await node.lanes.meet(await peer.connection())
     session = Session(partial(node.label, peer.node_id))
     patience = node.endpoint.config.liveness
     carrier = StreamCarrier(session, partial(node.dial, peer.node_id), patience=patience)
@@ -284,8 +286,6 @@ async def _begin(node: Node, peer: Peer) -> _Peering:
     session.carry_by(carrier)
     await carrier.begin()
     node.endpoint.start_soon(carrier.run)
-    with anyio.move_on_after(LANE_SECONDS), contextlib.suppress(MeshError):
-        await node.lanes.meet(await peer.connection())
     return _Peering(session, carrier, node, peer.node_id)
 
 

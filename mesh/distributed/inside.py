@@ -12,6 +12,7 @@ identity, is bound to the loopback interface. It computes in the type of the ele
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,7 @@ class Inside:
         self._board = board
         self._leader_of = leader_of
         self._leaders = tuple(sorted(set(leader_of)))
+        self._process = os.getpid()
 
     def can_reduce(self, tensor: torch.Tensor, op: Reduction) -> bool:
         """Return whether the other backend knows the reduction, for elements of that type."""
@@ -122,7 +124,12 @@ class Inside:
             _keep(dense, tensor)
 
     def close(self) -> None:
-        """Leave the ranks of this host, without waiting for anything."""
+        """Leave the ranks of this host, without waiting for anything.
+
+        In a forked child nothing is done: the connections are the parent's.
+        """
+        if os.getpid() != self._process:
+            return
         for name in ("abort", "shutdown"):  # which of them a backend has differs
             try:
                 getattr(self._backend, name)()

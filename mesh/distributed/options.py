@@ -59,7 +59,7 @@ class Options:
     node: MeshNode
     job: str = DEFAULT_JOB
     objects: bool = True
-    inside: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    inside: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not _JOB.fullmatch(self.job):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
+import _quicmesh_autoload
 from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
@@ -156,7 +157,7 @@ def rpc_sync(
     """
     worker = _need()
     agent, node_id = worker.agent, worker.find(to)
-    seconds = agent.seconds(_seconds(timeout))
+    seconds = agent.asking.seconds(_seconds(timeout))
     result = call_quickly(
         agent, node_id, func, args or (), kwargs or {}, seconds, lambda: _worker is not worker
     )
@@ -365,6 +366,7 @@ def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Sto
     if world_size is None:
         store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
     else:
+        _quicmesh_autoload.register()  # where `mesh run` has said, and mesh://
         _rendezvous[:] = [rendezvous(options.init_method, rank=rank, world_size=world_size)]
         store = next(_rendezvous[0])[0]
     store.set_timeout(timedelta(seconds=max(options.rpc_timeout, FIND_SECONDS)))

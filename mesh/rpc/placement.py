@@ -13,6 +13,7 @@ import torch
 
 from auth import NodeId
 from mesh.rpc.errors import RpcError
+from mesh.rpc.workers import aside
 
 __all__ = ["DeviceMap", "Placement", "check_maps", "own_device"]
 
@@ -38,28 +39,39 @@ class Placement:
         mapped = self.map_to(to)
         return lambda device: _name(mapped.get(device, CPU))
 
-    def ordered(
+    async def ordered(
         self, tensors: Sequence[torch.Tensor], names: Sequence[str | None]
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """Return the tensors of a request on the devices that its caller has named.
 
         Raises:
             RpcError: there is no such device for it.
         """
-        return [
-            tensor if name is None else _put(tensor, self._device(name))
-            for tensor, name in zip(tensors, names, strict=True)
-        ]
+        if not any(names):
+            return tensors
+        places = [CPU if name is None else self._device(name) for name in names]
+        return await aside(lambda: _put_all(tensors, places))
 
-    def answered(
+    async def answered(
         self, tensors: Sequence[torch.Tensor], names: Sequence[str | None], by: NodeId
-    ) -> list[torch.Tensor]:
-        """Return the tensors of an answer on the devices that the map for its callee says."""
+    ) -> Sequence[torch.Tensor]:
+        """Return the tensors of an answer on the devices that the map for its callee says.
+
+        Raises:
+            RpcError: the callee names what is no device.
+        """
+        if not self.map_to(by):
+            return tensors
+        return await aside(lambda: self.answered_in_thread(tensors, names, by))
+
+    def answered_in_thread(
+        self, tensors: Sequence[torch.Tensor], names: Sequence[str | None], by: NodeId
+    ) -> Sequence[torch.Tensor]:
+        """Return the same as `answered`, to a thread."""
         back = {theirs: mine for mine, theirs in self.map_to(by).items()}
         if not back:
-            return list(tensors)
-        places = [back.get(_parsed(name), CPU) for name in names]
-        return [_put(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
+            return tensors
+        return _put_all(tensors, [back.get(_parsed(name), CPU) for name in names])
 
     def _device(self, name: str) -> torch.device:
         device = _parsed(name)
@@ -137,6 +149,10 @@ def _parsed(name: str | None) -> torch.device:
         return CPU if name is None else torch.device(name)
     except RuntimeError as error:
         raise RpcError(f"placing of a tensor on {name!r:.40}", why="that is no device") from error
+
+
+def _put_all(tensors: Sequence[torch.Tensor], places: Sequence[torch.device]) -> list[torch.Tensor]:
+    return [_put(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
 
 
 def _put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

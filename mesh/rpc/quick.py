@@ -75,7 +75,7 @@ def call_quickly(
     connection = agent.short_way(to)
     if connection is None or current_context.get() is not None:
         return NOT_NOW
-    target = agent.target(function)
+    target = agent.asking.target(function)
     packer = Packer(agent.types, _NoRefs())
     try:
         packer.pack(tuple(args), "args")
@@ -85,7 +85,7 @@ def call_quickly(
     packed = packer.packed
     if any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in packed.tensors):
         return NOT_NOW
-    what = beside(packed.tensors)
+    what = beside(packed.tensors, agent.placement.towards(to))
     if what.apart:
         return NOT_NOW
     request = Request(target, packed.items, what, seconds)
@@ -95,7 +95,7 @@ def call_quickly(
                 CALL_SERVICE, request.encode(), timeout=request.limit + GRACE, is_over=is_over
             )
     except BaseException as error:
-        agent.name_in(error, str(target))
+        agent.asking.name_in(error, str(target))
         if is_over():
             raise ended() from error
         if isinstance(error, DeadlineExceeded) and not isinstance(error, RpcError):
@@ -117,13 +117,15 @@ def call_quickly(
 
 
 async def _rest(agent: Agent, connection: Connection, to: NodeId, answer: Answer) -> Any:
-    parts: Mapping[int, torch.Tensor] = await agent.fetch_parts(connection, answer)
-    tensors = agent.placement.answered(together(answer.beside, parts), answer.beside.devices, to)
-    return await agent.value_of(answer.items, tensors, connection)
+    parts: Mapping[int, torch.Tensor] = await agent.asking.fetch_parts(connection, answer)
+    what = answer.beside
+    tensors = await agent.placement.answered(together(what, parts), what.devices, to)
+    return await agent.asking.value_of(answer.items, tensors, connection)
 
 
 def _value_of(agent: Agent, to: NodeId, answer: Answer) -> Any:
-    tensors = agent.placement.answered(together(answer.beside, {}), answer.beside.devices, to)
+    what = answer.beside
+    tensors = agent.placement.answered_in_thread(together(what, {}), what.devices, to)
     unpacker = Unpacker(answer.items, tensors, agent.types, _NoRefs(), agent.exposures)
     value = unpacker.unpack()
     unpacker.finish()

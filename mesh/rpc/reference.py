@@ -161,16 +161,23 @@ class RRef(Generic[_Value]):
         """Go backward from the value, a scalar tensor, at its owner; for threads.
 
         Args:
-            dist_autograd_ctx_id: the autograd context; without one, the value's own graph at its
-                owner, whose gradients go to ``.grad`` there.
+            dist_autograd_ctx_id: the autograd context; at the owner it may be left out: gradients
+                go to ``.grad`` there then.
             retain_graph: keep the graph, to go backward again.
 
         Raises:
-            RpcError: the value is no tensor.
+            RpcError: the value is no tensor, or this node is not the owner and names no context.
             Exception: what `mesh.autograd.backward` raises.
         """
         from mesh.autograd import api
 
+        if dist_autograd_ctx_id == -1 and not self.is_owner():
+            raise RpcError(
+                "RRef.backward()",
+                peer=self._agent.label(self.owner_id),
+                why="User RRefs require 'dist_autograd_ctx_id' to be specified",
+                fix="Go backward in a context: with mesh.autograd.context() as context_id.",
+            )
         api.backward_from(self._agent, self, dist_autograd_ctx_id, retain_graph)
 
     async def fetch(self, timeout: float | None = None) -> _Value:

@@ -159,8 +159,8 @@ class StreamService:
             if request.target.kind == "function":
                 self._agent.exposures.callable(request.target.name)  # before tensors come in vain
             parts = await self._parts.receive(peer.node_id, request)
-            tensors = together(request.beside, parts)
-            tensors = self._agent.placement.ordered(tensors, request.beside.devices)
+            what = request.beside
+            tensors = await self._agent.placement.ordered(together(what, parts), what.devices)
             async with anyio.create_task_group() as tasks:
 
                 async def listen() -> None:

@@ -87,7 +87,7 @@ class RpcService:
         """
         me, mine = self._self()
         try:
-            copies = self._agent.placement.ordered(_copies(tensors), request.beside.devices)
+            copies = await self._agent.placement.ordered(_copies(tensors), request.beside.devices)
             value = await self._run(request, copies, me, mine)
         except _Raised as raised:
             raise raised.error from None
@@ -103,7 +103,7 @@ class RpcService:
         if asked is not None:
             link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
             received = self._agent.autograd.answered(me.node_id, asked, link)
-        results = self._agent.placement.answered(
+        results = await self._agent.placement.answered(
             _copies(packed.tensors),
             [own_device(each.device) for each in packed.tensors],
             me.node_id,
@@ -136,7 +136,7 @@ class RpcService:
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
-            tensors = self._agent.placement.ordered(
+            tensors = await self._agent.placement.ordered(
                 together(request.beside, parts), request.beside.devices
             )
             with self._agent.autograd.joined(request.link, peer.node_id):
@@ -386,7 +386,8 @@ class RpcService:
                 return await _completed(self._agent, result)
             return result
         except Exception as error:
-            _log.warning("%s by %s: %r", request.target, self._agent.label(peer.node_id), error)
+            who = self._agent.label(peer.node_id)
+            _log.warning("%s by %s: %s", request.target, who, f"{error!r:.200}")
             raise
 
     async def _within(self, request: Request, work: Callable[[], Awaitable[Any]]) -> Any:

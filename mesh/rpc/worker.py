@@ -18,7 +18,7 @@ from mesh.rpc.agent import Agent
 from mesh.rpc.errors import RpcError, RpcTimeout
 from mesh.rpc.futures import CallFuture
 from mesh.rpc.links import like_this_thread
-from mesh.rpc.placement import DeviceMap, check_maps
+from mesh.rpc.placement import DeviceMap, Placement, check_maps
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.threads import Completer
 
@@ -191,6 +191,7 @@ class Worker:
             pending = tuple(self._pending)
         for future in pending:
             future.cancel()
+        self.agent.placement = Placement()
         if self._owns_node:
             self.node.close()  # another's own goes on to answer
         self._completer.close(CLOSE_SECONDS)

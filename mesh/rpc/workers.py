@@ -163,9 +163,11 @@ class _Claim:
 async def aside(function: Callable[[], _Result]) -> _Result:
     """Return what `function` does in a thread that does not count among workers.
 
-    For what is short, but not the library's own, such as how a program's class is pickled.
+    For what is short, but not the library's own, such as how a program's class is pickled. Who is
+    cancelled does not wait for its end.
     """
-    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+    limiter = anyio.CapacityLimiter(1)
+    return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
 
 
 class _Here(threading.local):

@@ -26,6 +26,9 @@ __all__ = ["EarlyStop", "History", "fit"]
 READ_STEPS = 10
 """Steps whose losses are read together: each reading waits for the devices."""
 
+MAX_FRUITLESS = 3
+"""How often a step is tried again though no device is lost: connections break, and come back."""
+
 CHECKPOINT = "checkpoint.mesh"
 
 _log = logging.getLogger("quicmesh.train")
@@ -224,6 +227,7 @@ class _Run:
         assert value is not None
         if self.goes_on:
             self.strategy.confirm()
+            value = value.cpu()  # the main device may be the next that is lost
         return value
 
     def _end_epoch(self) -> None:
@@ -265,10 +269,7 @@ class _Run:
 
     def _read_losses(self) -> None:
         if self.step_losses:
-            values = [value for _, value in self.step_losses]
-            if len({value.device for value in values}) == 1:  # one reading for all
-                values = list(torch.stack(values).cpu())
-            numbers = [value.item() for value in values]
+            numbers = torch.stack([value for _, value in self.step_losses]).tolist()
             for (count, _), value in zip(self.step_losses, numbers, strict=True):
                 self.history.losses.append(value)
                 self.total += value * count
@@ -290,40 +291,36 @@ class _Run:
 
     def _surviving(self, work: Callable[[], Any]) -> Any:
         """Do some work, again without the devices that are lost meanwhile."""
+        fruitless = 0
         while True:
             try:
                 return work()
             except MeshError as error:
-                if not self.goes_on:
+                if not self.goes_on or fruitless >= MAX_FRUITLESS:
                     raise
                 survives = self.strategy.survives
-                self._recover(error)
+                fruitless = 0 if self._recover(error) else fruitless + 1
                 if not survives:
                     assert self.saved is not None
                     self._restore(self.saved)
                     raise _Rewound from error
 
-    def _recover(self, error: MeshError) -> None:
+    def _recover(self, error: MeshError) -> bool:
+        """Go on without the devices that are lost; return whether any is."""
         try:
             lost = self.strategy.recover()
         except MeshError:
             raise error from None
         self.history.lost.extend(lost)
-        names = ", ".join(map(str, lost)) or "none"
         _log.warning(
             "training goes on over %s without the devices that are lost (%s): %s",
             ", ".join(map(str, self.strategy.devices)),
-            names,
+            ", ".join(map(str, lost)) or "none",
             error,
         )
-        # What was not read yet may lie on a device that is gone.
-        self.step_losses = [
-            (count, value)
-            for count, value in self.step_losses
-            if value.device in self.strategy.devices
-        ]
         if self.schedule is not None:
             self._adopt_optimizer(self.schedule)
+        return bool(lost)
 
     def _adopt_optimizer(self, schedule: LRScheduler) -> None:
         """Have the schedule be of the optimizer that is the main one now."""

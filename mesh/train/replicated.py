@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from auth import MeshError
-from mesh.collective import CollectiveError
+from mesh.collective import CollectiveError, RankLost
 from mesh.device.client.tensors import BACKEND, device_of
+from mesh.device.errors import SessionLost
 from mesh.device.groups.context import Collective, DistributedContext, Starting
 from mesh.train.batches import moved, split
 from mesh.train.buckets import Bucket, Filling, buckets_of
@@ -45,6 +46,8 @@ class Replicated(abc.ABC):
         self._reduced: list[Collective] = []
         self._make: MakeOptimizer | None = None
         self._is_settled = True
+        self._failed: BaseException | None = None
+        """What a bucket could not be handed on for."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -90,9 +93,14 @@ class Replicated(abc.ABC):
     ) -> torch.Tensor:
         """Split the batch, and have the gradients of each part go on their way when found."""
         prepared(self._models or None)
+        with self._naming():
+            return self._backward(batch, loss, weight, last=last)
+
+    def _backward(self, batch: Any, loss: Loss, weight: float, *, last: bool) -> torch.Tensor:
         parts = split(batch, len(self.devices))
         total = sum(count for count, _ in parts)
         self._is_settled = False
+        self._failed = None
         losses = self._context.start("all_reduce")
         buckets = [self._context.start(self.exchange) for _ in self._buckets if last]
         dtype = torch.get_default_dtype()
@@ -107,9 +115,12 @@ class Replicated(abc.ABC):
             filling = self._fillings[rank] = self._filling(rank, buckets) if last else None
             if value is not None:
                 torch.autograd.backward(value * (weight * share))
+            self._fillings[rank] = None
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                raise failed
             if filling is not None:
                 filling.finish()
-            self._fillings[rank] = None
         self._reduced = [bucket.collective() for bucket in buckets]
         if last:
             self._take(self._reduced)
@@ -135,6 +146,10 @@ class Replicated(abc.ABC):
     def evaluate(self, batch: Any, measure: Loss) -> torch.Tensor:
         """Split the batch, and return the mean over all of its examples."""
         prepared(self._models or None)
+        with self._naming():
+            return self._evaluate(batch, measure)
+
+    def _evaluate(self, batch: Any, measure: Loss) -> torch.Tensor:
         self.settle()
         parts = split(batch, len(self.devices))
         total = sum(count for count, _ in parts)
@@ -156,9 +171,9 @@ class Replicated(abc.ABC):
     def recover(self) -> tuple[torch.device, ...]:
         """Form a group of the devices that are left."""
         devices, failure = self.devices, self._context.failure
-        left = [rank for rank, device in enumerate(devices) if not _is_lost(device)]
-        gone = tuple(device for rank, device in enumerate(devices) if rank not in left)
-        if not left or (not gone and failure is None):
+        gone = self._context.find_lost()
+        left = [rank for rank, device in enumerate(devices) if device not in gone]
+        if not left or (not gone and not isinstance(failure, RankLost)):
             why = "none is left" if gone else "none is lost"
             raise failure or CollectiveError("going on without lost devices", why=why)
         self._context.close()
@@ -247,13 +262,26 @@ class Replicated(abc.ABC):
     def _found(self, rank: int, index: int, parameter: torch.Tensor) -> None:
         filling = self._fillings[rank]
         if filling is not None:
-            filling.found(index)
+            try:
+                filling.found(index)
+            except BaseException as error:
+                # torch ends the process where a hook like this one raises.
+                self._fillings[rank] = None
+                self._failed = error
 
     def _filling(self, rank: int, buckets: Sequence[Starting]) -> Filling:
         def hand(number: int, flat: torch.Tensor) -> None:
             buckets[number].add(rank, flat)
 
         return Filling(self._buckets, self._parameters[rank], hand)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Have what fails for a lost device say which one that is."""
+        try:
+            yield
+        except SessionLost as error:
+            raise self._context.reason(error) from error
 
     @contextlib.contextmanager
     def _surviving(self, rank: int) -> Iterator[None]:

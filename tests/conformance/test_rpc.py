@@ -58,7 +58,7 @@ CHOSEN = [
 ]
 
 LEAST = {
-    "RpcTest": 165,
+    "RpcTest": 167,
     "TensorPipeAgentRpcTest": 36,
     "RemoteModuleTest": 10,
     "ThreeWorkersRemoteModuleTest": 1,

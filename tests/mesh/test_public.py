@@ -38,6 +38,7 @@ PUBLIC = {
     "device",
     "devices",
     "errors",
+    "nn",
     "optim",
     "rpc",
     "train",

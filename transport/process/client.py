@@ -100,6 +100,7 @@ class ProcessEngine:
         self._pulse = Pulse(config.liveness, time.monotonic())
         self._answers = Pulse(START_SECONDS, time.monotonic())
         self._is_up = False
+        self._settled = anyio.Event()
         self._why: str | None = None
         self._unfed: dict[MirrorLink, None] = {}
         self._later = Later(self._go_on)
@@ -182,9 +183,15 @@ class ProcessEngine:
             self._report(link)
             self._on_pumped(link)
         self._links.clear()
+        self._settled.set()
         self._wake_drain()
         for event, _ in self._dials.values():
             event.set()
+
+    async def up(self) -> None:
+        """Wait until the process serves, or is gone."""
+        if not self._settled.is_set():
+            await self._settled.wait()
 
     async def drain(self, seconds: float) -> None:
         """Wait until every connection's closing period is over, at most `seconds`."""
@@ -195,6 +202,7 @@ class ProcessEngine:
     async def close(self) -> None:
         """Let the process end, and let go of everything. `run` must have ended."""
         _engines.discard(self)
+        self._settled.set()
         if self._channel is not None:
             self._channel.flush()
             self._channel.close()
@@ -313,6 +321,7 @@ class ProcessEngine:
 
     def _take_ready(self, record: Record) -> None:
         self._is_up = True
+        self._settled.set()
         self._answers = Pulse(ANSWER_SECONDS, time.monotonic())
 
     def _take_dialled(self, record: Record) -> None:
@@ -418,7 +427,7 @@ class ProcessEngine:
         while self._lost is None:
             number, self._next_sync = self._next_sync, self._next_sync + 1
             self._say(encode(Kind.SYNC, number=number))
-            await anyio.sleep(self._config.liveness / LOOKS)
+            await anyio.sleep(min(self._config.liveness, ANSWER_SECONDS) / LOOKS)
             now = time.monotonic()
             if self._pulse.is_lost(now, processor_time(child.pid)) and self._is_up:
                 self._why = f"it did nothing for {self._config.liveness:g} s, as if it were stopped"

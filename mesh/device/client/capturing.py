@@ -71,22 +71,28 @@ class Captured:
 
     def _keep(self, session: Session, recording: Recording) -> None:
         """Take what was recorded, and have the peer keep it."""
-        steps, made, used = _steps_of(session, recording)
-        lost = used & recording.released
-        if lost:
-            raise DeviceError(
-                "capture of operations",
-                why=f"{len(lost)} tensors that they use, made before, were let go of meanwhile",
-                fix="Keep them in variables that outlive the block.",
-            )
+        session.flush()
+        steps: list[bytes] = []
+
+        def chosen() -> frozenset[int]:
+            found, made, used = _steps_of(session, recording)
+            lost = used & recording.released
+            if lost:
+                raise DeviceError(
+                    "capture of operations",
+                    why=f"{len(lost)} tensors that they use, made before, were let go of meanwhile",
+                    fix="Keep them in variables that outlive the block.",
+                )
+            steps.extend(found)
+            self._pins = frozenset(made | used)
+            return self._pins
+
+        session.pin(chosen)
         parts = list(_parts(steps))
-        numbers = [session.next_sequence() for _ in parts]
-        for number, part in zip(numbers, parts, strict=True):
-            session.emit(wire.capture(number, part))
-        self._numbers = tuple(numbers)
-        self._pins = frozenset(made | used)
-        session.pin(self._pins)
+        self._numbers = tuple(session.next_sequence() for _ in parts)
         self._session = session
+        for number, part in zip(self._numbers, parts, strict=True):
+            session.emit(wire.capture(number, part))
 
 
 @contextlib.contextmanager
@@ -124,9 +130,9 @@ def capture(device: torch.device | str) -> Iterator[Captured]:
     try:
         with session.recording() as recording:
             yield captured
+            captured._keep(session, recording)
     finally:
         check.remove()
-    captured._keep(session, recording)
 
 
 def _check_optimizer(optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

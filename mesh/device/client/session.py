@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -332,16 +332,18 @@ class Session:
             recording = self._recording = Recording(self.next_id())
         try:
             yield recording
-            self.flush()
         finally:
             with self._lock:
                 self._recording = None
                 self.queue.extend(recording.released)
 
-    def pin(self, handles: Collection[int]) -> None:
-        """Keep handles at the peer, also when they are let go of here."""
+    def pin(self, choose: Callable[[], Collection[int]]) -> None:
+        """Keep handles at the peer, also when they are let go of here.
+
+        Nothing is sent while `choose` returns which.
+        """
         with self._lock:
-            self._pins.update(handles)
+            self._pins.update(choose())
 
     def forget_captured(self, numbers: tuple[int, ...], pins: frozenset[int]) -> None:
         """Have the peer forget sequences, and what was kept for them. Only queues."""
@@ -502,7 +504,7 @@ class Session:
                 _, request = self._requests.popitem()
             except KeyError:
                 return  # another thread took the last
-            if not request.future.done():
+            with contextlib.suppress(InvalidStateError):  # it was answered just now
                 request.future.set_exception(self.lost())
 
     def _explained(self, failure: wire.Failure) -> MeshError:

@@ -133,6 +133,28 @@ class DistributedContext:
             return None
         return bond.broken.result()
 
+    def reason(self, failed: BaseException) -> BaseException:
+        """Return what broke the group, where that may be why an operation on a device failed."""
+        bond = self._bond
+        if bond is None:
+            return failed
+        try:
+            return bond.broken.result(GRACE_SECONDS)
+        except TimeoutError:
+            return failed
+
+    def find_lost(self) -> tuple[torch.device, ...]:
+        """Return the devices whose peers can't be reached within the liveness bound, or are gone.
+
+        Their sessions are given up.
+        """
+        bond = self._bond
+        if bond is None:
+            return ()
+        bond.check_waiting()
+        ranks = {rank for member in bond.find_lost() for rank in self._parts[member].ranks}
+        return tuple(self.devices[rank] for rank in sorted(ranks))
+
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: ReduceOperation | str | None = None
     ) -> Collective:
@@ -422,7 +444,7 @@ class Collective:
             changed.clear()
             failed = next((error for each in asked if (error := _error_of(each))), None)
             if failed is not None:
-                raise self._reason(bond, failed)
+                raise self._context.reason(failed)
             if all(each.done() for each in asked):
                 return results
             if bond.broken.done():
@@ -434,13 +456,6 @@ class Collective:
                     why="not all devices have come to its end",
                     fix="Look at what they are doing, or give it more time.",
                 )
-
-    def _reason(self, bond: Bond, failed: BaseException) -> BaseException:
-        """Return what broke the group, where that is why an operation has failed."""
-        try:
-            return bond.broken.result(GRACE_SECONDS)
-        except TimeoutError:
-            return failed
 
     def _taken(self, *, waits: bool) -> list[torch.Tensor]:
         if self._results is None:

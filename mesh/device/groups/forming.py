@@ -6,10 +6,11 @@ by one task in the event loop of the program's node; threads wait for what it fi
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
 import anyio
@@ -29,11 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMING_SECONDS", "Bond"]
 
-FORMING_SECONDS = 35.0
+FORMING_SECONDS = 45.0
 """For a group to be formed; nodes give up a little sooner, and say why."""
 
-DOUBT_SECONDS = 0.5
-"""For a peer that is said to be lost to be reached, or else its session is given up."""
+_log = logging.getLogger("quicmesh.device")
 
 TOKEN_BYTES = 32
 
@@ -94,6 +94,16 @@ class Bond:
             except RuntimeError:
                 pass  # it is over already
 
+    def find_lost(self) -> list[int]:
+        """Return the members whose peers, or whose sessions there, are lost."""
+        portal = self._portal
+        if portal is not None:
+            try:
+                portal.call(self._doubt_all)
+            except (RuntimeError, CancelledError):
+                pass  # it is over: what is known will have to do
+        return [member for member, part in enumerate(self._parts) if part.session.error is not None]
+
     def label(self, member: int) -> str:
         """Return how to name a member: its devices, and their peer."""
         part = self._parts[member]
@@ -108,10 +118,15 @@ class Bond:
             async with BlockingPortal() as portal:
                 self._leaving = anyio.Event()
                 self._portal = portal
-                await self._live(self._leaving)
-            failure = DeviceError("a group of devices", why="it was left")
-        except MeshError as error:
-            failure = error
+                try:
+                    await self._live(self._leaving)
+                    failure = DeviceError("a group of devices", why="it was left")
+                except MeshError as error:
+                    failure = error
+                except Exception as error:  # of one group's, and no reason to end the node
+                    _log.exception("a group of devices failed")
+                    why = f"{type(error).__name__} in this program's node"
+                    failure = DeviceError("a group of devices", why=why)
         finally:
             if not self.formed.done():
                 self.formed.set_exception(failure)
@@ -212,15 +227,21 @@ class Bond:
             raise SessionLost("a group of devices", peer=self.label(member), why=why) from None
 
     async def _doubt(self, member: int) -> None:
-        """Give up the session of a member whose peer can't be reached."""
+        """Give up the session of a member whose peer can't be reached within the liveness bound."""
         part, mover = self._parts[member], self._movers[member]
+        limit = self._node.endpoint.config.liveness
         try:
-            with anyio.fail_after(DOUBT_SECONDS):
+            with anyio.fail_after(limit):
                 connection = await self._node.dial(mover.peer.node_id, once=True)
-                await connection.ping(DOUBT_SECONDS)
+                await connection.ping(limit)
         except (MeshError, TimeoutError) as error:
             why = f"it can't be reached: {error}" if str(error) else "it can't be reached"
             part.session.fail(SessionLost("use of a device", peer=part.session.label(), why=why))
+
+    async def _doubt_all(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for member in range(len(self._parts)):
+                tasks.start_soon(self._doubt, member)
 
     def _break(self, error: MeshError) -> None:
         if not self.broken.done():

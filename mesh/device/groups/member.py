@@ -46,8 +46,9 @@ MAX_GROUPS = 16
 MAX_STARTED = 4096
 """Operations of a group that were started and not taken."""
 
-FORMING_SECONDS = 10.0
-"""For connected members to find out whether they share memory; it takes milliseconds."""
+FORMING_SECONDS = 30.0
+"""For members to find out whether they share memory. It takes milliseconds once all are connected,
+which may be a while after this one is."""
 
 CLOSE_SECONDS = 2.0
 """For what was posted to be written when a group is left."""

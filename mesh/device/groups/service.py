@@ -51,7 +51,7 @@ PAIR_SCOPE = "collective:devices"
 MAX_JOINED = 256
 """Memberships at a node, over all sessions; executors bound those of one."""
 
-FORMING_SECONDS = 30.0
+FORMING_SECONDS = 40.0
 """For a group to be formed from when its client asks: dialling is most of it."""
 
 _log = logging.getLogger("quicmesh.device")

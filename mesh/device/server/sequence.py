@@ -83,7 +83,6 @@ class Sequences:
         number: int,
         steps: Iterable[wire.Run | wire.Release],
         programs: dict[int, Program],
-        depends: Callable[[Program, Sequence[Any]], Step],
     ) -> None:
         """Take a sequence.
 
@@ -91,7 +90,6 @@ class Sequences:
             number: what it is called.
             steps: as they came off the wire.
             programs: the templates that are defined.
-            depends: returns what an operation depends on.
 
         Raises:
             ProtocolError: there is one of that number, or an operation in it has to be asked.
@@ -112,7 +110,7 @@ class Sequences:
             if program.template.outputs is None:
                 raise _bad("a sequence holds an operation whose results only it can tell")
             ready.append((program, step.values))
-            on = depends(program, step.values)
+            on = program.step(step.values, _nothing)
             uses.update(set(on.uses) - changes)
             changes.update(on.changes)
             random.update(on.random)
@@ -133,6 +131,10 @@ class Sequences:
         """
         self._steps -= len(self[number].steps)
         del self._captured[number]
+
+
+def _nothing(program: Program, values: Sequence[Any]) -> None:
+    """Stand in for what runs an operation, where only what it depends on is asked."""
 
 
 def _bad(why: str) -> ProtocolError:

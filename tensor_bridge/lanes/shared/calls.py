@@ -25,7 +25,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import anyio
@@ -67,10 +67,15 @@ MESSAGES_A_TURN = 32
 """Messages taken before others on the event loop have their turn."""
 
 RETRY_SECONDS = 0.001
-"""Between two tries to write what the ring had no room for."""
+LONGEST_RETRY = 0.05
+"""Between two tries to write what the ring had no room for; each time twice as long as before."""
+
+FEW_UNSENT = 32
+"""With so many messages that wait for room, replies wait with their calls: who takes none makes
+this process hold the replies to those that it serves at a time, and no more."""
 
 MAX_UNSENT = 4096
-"""Messages that wait for room. Who takes none of so many replies does not keep to the protocol."""
+"""Messages that wait for room. Who takes none of so many does not keep to the protocol."""
 
 _log = logging.getLogger("quicmesh.tensors")
 
@@ -131,6 +136,7 @@ class Calls:
         self._running: dict[int, anyio.CancelScope] = {}
         self._unsent: deque[Message] = deque()
         self._is_stuck = anyio.Event()
+        self._has_room = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._is_over = False
         self._failure: ProtocolError | None = None
@@ -343,8 +349,11 @@ class Calls:
             return
         served = self._serve(body)
         if isinstance(served, bytes):
-            self._reply(call, served)
-            return
+            if len(self._unsent) < FEW_UNSENT:
+                for message in _replies(call, served):
+                    self._post(message)
+                return
+            served = _given(served)
         scope = self._running[call] = anyio.CancelScope()
         self._tasks.start_soon(self._answer, call, served, scope)
 
@@ -356,17 +365,14 @@ class Calls:
                 reply = await serving
                 if reply is None:
                     self._post(Message(ELSEWHERE, call))
-                else:
-                    self._reply(call, reply)
+                    return
+                for message in _replies(call, reply):
+                    while len(self._unsent) >= FEW_UNSENT:
+                        await self._has_room.wait()
+                    self._post(message)
         finally:
             serving.close()  # if it was cancelled before it began
             del self._running[call]
-
-    def _reply(self, call: int, reply: bytes) -> None:
-        while len(reply) > MAX_BODY:
-            self._post(Message(PART, call, reply[:MAX_BODY]))
-            reply = reply[MAX_BODY:]
-        self._post(Message(REPLY, call, reply))
 
     def _post(self, message: Message) -> None:
         """Write a message now, or as soon as there is room."""
@@ -402,10 +408,28 @@ class Calls:
         while True:
             await self._is_stuck.wait()
             self._is_stuck = anyio.Event()
+            pause = RETRY_SECONDS
             while self._unsent:
                 while self._unsent and self._put(self._unsent[0]):
                     self._unsent.popleft()
-                await anyio.sleep(RETRY_SECONDS)
+                    pause = RETRY_SECONDS
+                if len(self._unsent) < FEW_UNSENT:
+                    self._has_room.set()
+                    self._has_room = anyio.Event()
+                await anyio.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY)
+
+
+def _replies(call: int, reply: bytes) -> Iterator[Message]:
+    """Cut a reply into messages."""
+    while len(reply) > MAX_BODY:
+        yield Message(PART, call, reply[:MAX_BODY])
+        reply = reply[MAX_BODY:]
+    yield Message(REPLY, call, reply)
+
+
+async def _given(reply: bytes) -> bytes:
+    return reply
 
 
 class _Reply:

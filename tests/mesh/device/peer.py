@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -43,17 +44,24 @@ class Peer:
         assert self.program.stdout is not None
         self.program.stdin.write(f"{what}\n")
         self.program.stdin.flush()
-        found: dict[str, int] = json.loads(self.program.stdout.readline())
+        while not (line := self.program.stdout.readline()).startswith("{"):
+            assert line, "the peer has ended"  # else it is what an executor's libraries say
+        found: dict[str, int] = json.loads(line)
         return found
 
 
 @contextlib.contextmanager
 def peer(
-    *, devices: int = 2, lease: float = 30.0, max_bytes: int = 1 << 30, shares_memory: bool = True
+    *,
+    devices: int = 2,
+    lease: float = 30.0,
+    max_bytes: int = 1 << 30,
+    shares_memory: bool = True,
+    liveness: float = CONFIG.liveness,
 ) -> Iterator[Peer]:
     """Run a peer for the block."""
     arguments = ["-m", "tests.mesh.device.peer", str(devices), str(lease), str(max_bytes)]
-    arguments.append(str(int(shares_memory)))
+    arguments += [str(int(shares_memory)), str(liveness)]
     with Program(arguments, stdin=True, stderr=False) as program:
         assert program.stdout is not None
         try:
@@ -65,12 +73,13 @@ def peer(
             program.kill()
 
 
-def client(*, shared_memory: bool = True) -> blocking.Node:
+def client(liveness: float = CONFIG.liveness, *, shared_memory: bool = True) -> blocking.Node:
     """A program's node, not open yet."""
+    config = dataclasses.replace(CONFIG, liveness=liveness)
     return blocking.Node.embedded(
         key=SecretKey.generate(),
         authorizer=allow_any(),
-        config=CONFIG,
+        config=config,
         tensors=False,
         shared_memory=shared_memory,
     )
@@ -88,9 +97,12 @@ class _Admit:
         return self._grant
 
 
-async def _serve(devices: int, lease: float, max_bytes: int, shares_memory: bool) -> None:
+async def _serve(
+    devices: int, lease: float, max_bytes: int, shares_memory: bool, liveness: float
+) -> None:
+    config = dataclasses.replace(CONFIG, liveness=liveness)
     node = Node.embedded(
-        key=SecretKey.generate(), authorizer=_Admit(max_bytes), config=CONFIG, tensors=True
+        key=SecretKey.generate(), authorizer=_Admit(max_bytes), config=config, tensors=True
     )
     # In how many parts a sum is taken decides its last bit: one, as in the tests.
     machine = MachineLimits(max_bytes=4 << 30)
@@ -121,4 +133,11 @@ def _moved(node: Node) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    anyio.run(_serve, int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1")
+    anyio.run(
+        _serve,
+        int(sys.argv[1]),
+        float(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4] == "1",
+        float(sys.argv[5]),
+    )

@@ -138,8 +138,9 @@ def test_what_can_not_be_captured_is_refused(d: torch.device) -> None:
     def let_go(gone: list[torch.Tensor]) -> None:
         x.add_(gone.pop())
 
+    held = [torch.ones(4).to(d)]
     with pytest.raises(DeviceError, match="were let go of"), mesh.device.capture(d):
-        let_go([torch.ones(4).to(d)])
+        let_go(held)
     with (
         pytest.raises(DeviceError, match="others are captured now"),
         mesh.device.capture(d),

@@ -129,6 +129,33 @@ def lose(tmp_path: Path, way: str, size: int, victims: list[int], how: signal.Si
             rank.process.communicate()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_many_ranks_on_one_machine_form_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "DEADLINE", 300.0)
+    for seconds, total in processes.run("meet", 24, tmp_path):
+        assert seconds < 30
+        assert total == 24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("way", ["host", "quic"])
+def test_all_gathers_keep_memory_flat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(processes, "DEADLINE", 300.0)
+    ranks = processes.start("flat_memory", 2, tmp_path, way)
+    try:
+        assert all(rank.result() < 32 << 20 for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.communicate()
+
+
 def test_exit_without_leaving_is_clean_and_quiet(tmp_path: Path) -> None:
     assert processes.run("fall_off", 3, tmp_path) == [True] * 3
 

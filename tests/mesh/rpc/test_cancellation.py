@@ -37,10 +37,10 @@ class Calling:
             held |= endpoint_holdings(agent._node.endpoint, name)
             held[f"values of {name}"] = len(agent.owned)
             held[f"references of {name}"] = len(agent.holdings)
-            held[f"bytes of {name}"] = agent._service._room.used
-            held[f"requests of {name}"] = len(agent._service._parts._expected)
-            held[f"generators of {name}"] = agent._service.streams.open
-            held[f"answers of {name}"] = len(agent._service._parts._offered)
+            held[f"bytes of {name}"] = agent.service._room.used
+            held[f"requests of {name}"] = len(agent.service._parts._expected)
+            held[f"generators of {name}"] = agent.service.streams.open
+            held[f"answers of {name}"] = len(agent.service._parts._offered)
         return held
 
 
@@ -133,9 +133,7 @@ async def read_items(c: Calling) -> AsyncIterator[Operation]:
 
 @SCENARIOS.covers(
     "mesh.Agent.connected",
-    "mesh.Agent.fetch_parts",
     "mesh.Agent.stream_here",
-    "mesh.Agent.value_of",
 )
 async def read_ones_own(c: Calling) -> AsyncIterator[Operation]:
     async def run() -> None:

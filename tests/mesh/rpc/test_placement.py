@@ -27,12 +27,13 @@ async def test_arguments_go_where_the_map_says(count: int) -> None:
         assert await b.call(a.node_id, exposures.device_of, (torch.zeros(count),)) == "cpu"
 
 
-def test_results_come_back_the_other_way() -> None:
+@pytest.mark.anyio
+async def test_results_come_back_the_other_way() -> None:
     placement = Placement()
     tensor = torch.zeros(2, requires_grad=True)
-    assert placement.answered([tensor], [None], None)[0] is tensor  # type: ignore[arg-type]
+    assert (await placement.answered([tensor], [None], None))[0] is tensor  # type: ignore[arg-type]
     placement.map_to = lambda _: {META: FIRST}
-    there, here = placement.answered([tensor, tensor], ["cuda:0", None], None)  # type: ignore[arg-type]
+    there, here = await placement.answered([tensor, tensor], ["cuda:0", None], None)  # type: ignore[arg-type]
     assert (there.device, here.device) == (META, CPU)
     assert there.requires_grad
     assert there.is_leaf
@@ -42,9 +43,10 @@ def test_results_come_back_the_other_way() -> None:
 
 
 @pytest.mark.parametrize("name", ["nonsense", "cuda:9999", "mesh:0"])
-def test_what_is_no_device_here_is_refused(name: str) -> None:
+@pytest.mark.anyio
+async def test_what_is_no_device_here_is_refused(name: str) -> None:
     with pytest.raises(RpcError, match="placing of a tensor"):
-        Placement().ordered([torch.zeros(1)], [name])
+        await Placement().ordered([torch.zeros(1)], [name])
 
 
 def test_maps_fit_their_job() -> None:

@@ -267,6 +267,34 @@ async def test_more_than_are_served_at_a_time_take_streams(
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.attack
+async def test_who_takes_no_replies_makes_us_hold_those_of_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "MAX_RUNNING", 8)
+    nbytes, count = 300_000, 40
+    got: list[int] = []
+    async with linked() as it:
+
+        async def call() -> None:
+            got.append(len(await it.connection.call("long", nbytes)))  # type: ignore[arg-type]
+
+        take, deaf = it.calls._inbox.take, True
+        monkeypatch.setattr(it.calls._inbox, "take", lambda: None if deaf else take())
+        async with anyio.create_task_group() as tasks:
+            for _ in range(count):
+                tasks.start_soon(call)
+            most = calls.FEW_UNSENT + 8
+            await eventually(lambda: len(it.theirs._unsent) >= calls.FEW_UNSENT)
+            for _ in range(50):
+                await anyio.sleep(0.001)
+                assert sum(message.kind != calls.ELSEWHERE for message in it.theirs._unsent) <= most
+                assert it.theirs.sizes[1] <= 8
+            deaf = False
+            it.calls._waiter.wake()
+        assert got == [nbytes] * count  # the control
+
+
 def end(it: Pair) -> None:
     link(it.server, it.client).end("the test ends it")
 

@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Iterator
 
-import anyio
 import pytest
 import torch
 
@@ -20,16 +19,19 @@ from mesh.errors import AccessDenied, MeshError
 from tests.mesh.device.peer import Peer, client, peer
 from tests.mesh.device.test_moving import moved_bytes
 
+LIVENESS = 3.0
+"""Of all nodes: a group, unlike a session, does not outlive a connection."""
+
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[tuple[Peer, Peer]]:
-    with peer(devices=2) as one, peer(devices=2) as other:
+    with peer(liveness=LIVENESS) as one, peer(liveness=LIVENESS) as other:
         yield one, other
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[blocking.Node]:
-    with client() as opened:
+    with client(LIVENESS) as opened:
         yield opened
         gc.collect()
     devices.clear()
@@ -245,7 +247,7 @@ def test_nobody_joins_with_a_session_that_is_not_theirs(
 def test_a_peer_that_dies_is_named_within_the_liveness_bound(
     peers: tuple[Peer, Peer], four: list[torch.device], node: blocking.Node
 ) -> None:
-    with peer(devices=1) as victim:
+    with peer(devices=1, liveness=LIVENESS) as victim:
         lost = mesh.device(victim.ticket, 0, node=node)
         with mesh.DistributedContext([four[0], lost, four[1]], op="sum") as context:
             three = [four[0], lost, four[1]]
@@ -287,4 +289,3 @@ def test_an_event_loop_does_not_wait_for_itself(
 
     with pytest.raises(DeviceError, match="event loop"):
         node.run(enter)
-    anyio.run(anyio.sleep, 0)
