@@ -310,7 +310,7 @@ def main(scenario: str, rank: int, size: int, path: str, way: str) -> None:
     node = mesh.blocking.Node.embedded(
         key=SecretKey.generate(),
         authorizer=allow_any(),
-        config=dataclasses.replace(LOOPBACK, liveness=LIVENESS),
+        config=LOOPBACK if scenario == "meet" else dataclasses.replace(LOOPBACK, liveness=LIVENESS),
         tensors=False,
         shared_memory=way == "host",
     )
