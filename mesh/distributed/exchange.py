@@ -50,6 +50,10 @@ __all__ = ["QuicExchange"]
 COMPACT_ENTRIES = 1024
 """Deadlines kept before those of finished messages are sorted out."""
 
+DIALS_AT_ONCE = 4
+"""How many ranks are dialled at a time: all at once, on a host with many ranks, they would keep
+each other from answering in time."""
+
 DIAL_TRIES = 3
 """How often a rank is dialled that can't be reached, before the group fails to form."""
 
@@ -239,10 +243,11 @@ class QuicExchange:
         self._members = members
         self._known.set()
         failures: dict[int, MeshError] = {}
+        dials = anyio.Semaphore(DIALS_AT_ONCE)
         with anyio.move_on_after(timeout):
             async with anyio.create_task_group() as tasks:
                 for peer in range(self.rank + 1, self.size):
-                    tasks.start_soon(self._dial, peer, timeout, failures, tasks.cancel_scope)
+                    tasks.start_soon(self._dial, peer, timeout, failures, tasks.cancel_scope, dials)
                 for link in self._links.values():
                     tasks.start_soon(link.attached.wait)
         for peer, error in failures.items():
@@ -322,9 +327,11 @@ class QuicExchange:
         timeout: float,
         failures: dict[int, MeshError],
         scope: anyio.CancelScope,
+        dials: anyio.Semaphore,
     ) -> None:
         try:
-            connection = await self._reach(self._members[peer], anyio.current_time() + timeout)
+            async with dials:
+                connection = await self._reach(self._members[peer], anyio.current_time() + timeout)
             await self._check_admitted(connection)
             for kind in ("control", "data"):
                 value = wire.request_value(self.nonce, self.rank, kind)
