@@ -18,6 +18,7 @@ from auth.authorizer import (
     allow_any,
     any_of,
     decide,
+    decide_now,
     deny_all,
 )
 from auth.certificate import certificate_for, node_id_of_certificate
@@ -82,6 +83,7 @@ __all__ = [
     "Credential",
     "Stage",
     "decide",
+    "decide_now",
     "allow_any",
     "deny_all",
     "any_of",

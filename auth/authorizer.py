@@ -223,6 +223,27 @@ async def decide(
     raise error
 
 
+def decide_now(
+    authorizer: Authorizer, request: AccessRequest, *, clock: Callable[[], float] = time.time
+) -> Grant | None:
+    """Return what `decide` would of an authorizer that awaits nothing; None of any other.
+
+    Raises:
+        AccessDenied: as `decide`.
+    """
+    if request.stage is Stage.CONNECT or not _is_prompt(authorizer):
+        return None
+    deciding = decide(authorizer, request, clock=clock)
+    try:
+        deciding.send(None)
+    except StopIteration as done:
+        grant: Grant = done.value
+        return grant
+    finally:
+        deciding.close()
+    return None
+
+
 def prompt_after_connect(method: _Authorize) -> _Authorize:
     """Mark an ``authorize`` that awaits nothing but at `Stage.CONNECT`.
 

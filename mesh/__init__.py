@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         any_of,
         deny_all,
     )
-    from mesh import blocking, errors, rpc, train
+    from mesh import autograd, blocking, errors, nn, optim, rpc, train
     from mesh.device.api import describe, device, devices
     from mesh.device.groups.context import DistributedContext, ReduceOperation
     from mesh.errors import AccessDenied, MeshError
@@ -56,6 +56,9 @@ __all__ = [
     "blocking",
     # remote calls
     "rpc",
+    "autograd",
+    "optim",
+    "nn",
     # devices of peers
     "device",
     "devices",
@@ -94,11 +97,15 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "EndpointConfig": "transport",
             "blocking": "mesh.blocking",
             "rpc": "mesh.rpc",
+            "autograd": "mesh.autograd",
+            "optim": "mesh.optim",
+            "nn": "mesh.nn",
             "device": "mesh.device",
             "devices": "mesh.device.api",
             "describe": "mesh.device.api",
             "DistributedContext": "mesh.device.groups.context",
             "ReduceOperation": "mesh.device.groups.context",
+            "train": "mesh.train",
             "NodeId": "auth",
             "SecretKey": "auth",
             "Ticket": "auth",

@@ -46,7 +46,9 @@ command when the error ends it.
     │   ├── NotExposed               1  the callee offers no function of that name
     │   ├── RpcTimeout               5  the time given for a call ran out
     │   ├── RefLost                  1  a remote reference whose value is gone
-    │   └── RemoteException          1  the function raised what the caller has no class for
+    │   ├── RemoteException          1  the function raised what the caller has no class for
+    │   ├── ContextGone              1  an autograd context that has ended, or never was
+    │   └── BackwardError            1  a backward across nodes failed; names the node
     ├── DeviceError                  1  a device of a peer, or a tensor on it
     │   ├── OperationFailed          1  an operation failed there; raised where its result is read
     │   ├── SessionLost              3  the peer no longer has this program's tensors
@@ -73,6 +75,7 @@ from auth.errors import (
 from mesh._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mesh.autograd.errors import BackwardError, ContextGone
     from mesh.collective.errors import (
         CollectiveError,
         CollectiveMismatch,
@@ -130,12 +133,14 @@ __all__ = [
     "AccessDenied",
     "AddressError",
     "AddressInUse",
+    "BackwardError",
     "BufferGone",
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "ConnectionClosed",
     "ConnectTimeout",
+    "ContextGone",
     "DeadlineExceeded",
     "DeviceBusy",
     "DeviceError",
@@ -267,6 +272,8 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
                 ),
                 "mesh.device.errors",
             ),
+            "BackwardError": "mesh.autograd.errors",
+            "ContextGone": "mesh.autograd.errors",
             **dict.fromkeys(
                 (
                     "NotExposed",

@@ -16,6 +16,7 @@ Elements are little-endian, as on every platform the project runs on.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import struct
@@ -36,6 +37,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "encode_meta",
+    "is_plain",
     "memory_order",
 ]
 
@@ -67,6 +69,23 @@ All of torch 2.13 but ``quint4x2`` and ``quint2x4``: how those pack elements is 
 """
 
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_PLAIN = frozenset(
+    DTYPES[name]
+    for name in [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+    ]
+)
+"""Types whose elements are neither complex, and so perhaps conjugated, nor quantized."""
+
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
 
 
@@ -132,6 +151,8 @@ def describe(tensor: torch.Tensor) -> TensorMeta:
         UnsupportedTensor: its elements are not plain bytes on the CPU or a CUDA device, with what
             to do instead.
     """
+    if is_plain(tensor):
+        return _plain_meta(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
     _refuse_unsupported(tensor)
     shape, rows = tuple(tensor.shape), tuple(range(tensor.dim()))
     return TensorMeta(
@@ -141,6 +162,34 @@ def describe(tensor: torch.Tensor) -> TensorMeta:
         requires_grad=tensor.requires_grad,
         quantization=_quantization(tensor) if tensor.is_quantized else None,
     )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of the commonest kind: the CPU's, and its rows one after another.
+
+    Of a few others this may return False.
+    """
+    if not (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.dtype in _PLAIN
+        and tensor.device.type == "cpu"
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+        and tensor.dim() <= MAX_DIMS
+        and (tensor.dim() < 2 or 1 not in tensor.shape)  # where order is a matter of strides alone
+    ):
+        return False
+    try:
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:  # inside a transform of torch.func
+        return False
+
+
+@functools.lru_cache(1024)
+def _plain_meta(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> TensorMeta:
+    return TensorMeta(dtype, shape, tuple(range(len(shape))), requires_grad)
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

@@ -13,10 +13,19 @@ from collections.abc import Callable, Generator, Iterator
 
 import torch
 
-from tensor_bridge.codec import Quantization, TensorMeta, describe, memory_order
+from tensor_bridge.codec import Quantization, TensorMeta, describe, is_plain, memory_order
 from tensor_bridge.errors import QuotaExceeded, TensorChanged, UnsupportedTensor
 
-__all__ = ["CHUNK_BYTES", "Payload", "allocate", "chunks", "new_storage", "tensor_bytes"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Payload",
+    "allocate",
+    "chunks",
+    "copied",
+    "filled",
+    "new_storage",
+    "tensor_bytes",
+]
 
 CHUNK_BYTES = 256 * 1024
 """Bytes handled per turn of the event loop: so many that the cost of a turn does not show, so few
@@ -83,6 +92,16 @@ def chunks(tensor: torch.Tensor, meta: TensorMeta, offset: int = 0) -> Iterator[
     for size, skip, block in _blocks(_elements(tensor).permute(meta.order), offset):
         gathered = block.resolve_conj().resolve_neg().contiguous().cpu()
         yield _span(gathered, gathered.data_ptr(), size)[skip:]
+
+
+def copied(tensor: torch.Tensor, meta: TensorMeta) -> bytes:
+    """Return the bytes of a small tensor, in one piece. Arguments and errors as `chunks`."""
+    if not is_plain(tensor):
+        return b"".join(chunks(tensor, meta))
+    end = tensor.storage_offset() * tensor.dtype.itemsize + meta.nbytes
+    if tensor.untyped_storage().nbytes() < end:
+        raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
+    return ctypes.string_at(tensor.data_ptr(), meta.nbytes)
 
 
 class Payload:
@@ -160,6 +179,22 @@ def allocate(meta: TensorMeta, storage: torch.UntypedStorage | None = None) -> t
     with torch.inference_mode(False):
         tensor = _empty(meta).set_(storage, 0, meta.shape, meta.strides)
         return tensor.requires_grad_(meta.requires_grad)
+
+
+def filled(meta: TensorMeta, data: bytes) -> torch.Tensor:
+    """Return a new CPU tensor of the elements in `data`, as many bytes as `meta` has.
+
+    Raises:
+        QuotaExceeded: as `allocate`.
+    """
+    is_ordered = meta.order == tuple(range(len(meta.shape))) and meta.quantization is None
+    if not is_ordered or torch.is_inference_mode_enabled():
+        tensor = allocate(meta)
+        tensor_bytes(tensor)[:] = data
+        return tensor
+    tensor = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+    ctypes.memmove(tensor.data_ptr(), data, meta.nbytes)
+    return tensor.requires_grad_() if meta.requires_grad else tensor
 
 
 def new_storage(nbytes: int) -> torch.UntypedStorage:

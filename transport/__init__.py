@@ -9,7 +9,7 @@ anyio.
 from transport.addresses import PeerAddress, format_address, parse_address
 from transport.backoff import Backoff
 from transport.binding import parse_bind
-from transport.carrier import Carrier
+from transport.carrier import NOT_NOW, Carrier, NotNow
 from transport.cbor import CborValue
 from transport.codes import AppCode, decode_error, encode_error
 from transport.config import EndpointConfig
@@ -54,6 +54,8 @@ __all__ = [
     # what it has with a peer
     "MESH_ALPN",
     "Carrier",
+    "NOT_NOW",
+    "NotNow",
     "Connection",
     "ConnectionInfo",
     "Stream",

@@ -26,6 +26,9 @@ MAX_DEPTH = 16
 _PLAIN = (bool, bytes, str)
 """What has one encoding, whoever makes it."""
 
+_FLAT = frozenset((type(None), bool, bytes, str))
+"""The types of what has no parts, and one encoding: looked at by the list, and not one by one."""
+
 _INT_MIN, _INT_MAX = -(1 << 64), (1 << 64) - 1
 
 
@@ -105,6 +108,8 @@ def _check(value: object, depth: int) -> bool:
         return True
     is_plain = True
     if type(value) is list:
+        if depth > 0 and _FLAT.issuperset(map(type, value)):
+            return True
         for item in value:
             is_plain &= _check(item, depth - 1)
     elif type(value) is dict:
@@ -114,7 +119,8 @@ def _check(value: object, depth: int) -> bool:
                 raise ProtocolError("a message", why=f"a map key is {type(key).__name__}, not text")
             is_plain &= key.isascii() and last < (len(key), key)
             last = (len(key), key)
-            is_plain &= _check(item, depth - 1)
+            if depth == 0 or type(item) not in _FLAT:
+                is_plain &= _check(item, depth - 1)
     else:
         raise ProtocolError("a message", why=f"values of type {type(value).__name__} don't travel")
     return is_plain

@@ -15,7 +15,7 @@ import anyio.abc
 
 from auth import Grant, MeshError, NodeId, PeerIdentity, SocketAddress
 from transport.addresses import format_address
-from transport.carrier import Carrier
+from transport.carrier import NOT_NOW, Carrier, NotNow
 from transport.cbor import CborValue
 from transport.codes import AppCode, decode_error, error_of_code
 from transport.deadlines import Deadlines
@@ -213,13 +213,7 @@ class Connection:
         request = request_frame(service, value)
 
         def too_late() -> DeadlineExceeded:
-            return DeadlineExceeded(
-                f"call of {service!r}",
-                peer=self._who(),
-                after=timeout,
-                why="the peer is there but has not answered",
-                fix="Give it more time with timeout=, or look at the peer's log.",
-            )
+            return self._too_late(service, timeout)
 
         if self.carrier is not None and self.is_open:
             reply = await self._call_by(self.carrier, request[LENGTH.size :], timeout, too_late)
@@ -230,6 +224,41 @@ class Connection:
         async with stream:
             await stream.write_request(request, fin=True)
             return await stream.reply()
+
+    def call_in_thread(
+        self,
+        service: str,
+        value: CborValue = None,
+        *,
+        timeout: float = CALL_TIMEOUT,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> CborValue | NotNow:
+        """Do the same as `call` by the connection's `carrier`, for a thread that is not the loop's.
+
+        Args:
+            service, value, timeout: as `call`.
+            is_over: asked now and then whether nobody wants the answer; then the time is up.
+
+        Returns:
+            The answer; `NOT_NOW` if there is no such way for this call, which was not begun then.
+
+        Raises:
+            MeshError: as `call`.
+        """
+        carrier = self.carrier
+        if carrier is None or not self.is_open:
+            return NOT_NOW
+        request = request_frame(service, value)[LENGTH.size :]
+        if len(request) > carrier.most:
+            return NOT_NOW
+        try:
+            reply = carrier.call_in_thread(request, timeout, is_over)
+        except TimeoutError:
+            raise self._too_late(service, timeout) from None
+        except MeshError:
+            self.raise_if_closed("a call", "answer")
+            raise
+        return NOT_NOW if reply is None else take_reply(reply, peer=self.peer)
 
     async def open_raw_stream(self, *, timeout: float | None = None) -> Stream:
         """Open a stream without the mesh's framing, for a protocol of the app's own (its ALPN).
@@ -436,6 +465,15 @@ class Connection:
                 self.pump()  # a call that ended well leaves nothing to say
 
     # -- inside
+
+    def _too_late(self, service: str, timeout: float) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"call of {service!r}",
+            peer=self._who(),
+            after=timeout,
+            why="the peer is there but has not answered",
+            fix="Give it more time with timeout=, or look at the peer's log.",
+        )
 
     async def _call_by(
         self,

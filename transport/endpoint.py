@@ -52,7 +52,13 @@ from transport.protocol.hello import BOOT_ID_LENGTH
 from transport.protocol.turns import Turns
 from transport.reception import Reception
 from transport.renewal import RENEWAL_CALL, RENEWAL_SCOPE, Renewal
-from transport.services import AlpnHandler, CallHandler, ServiceTable, StreamHandler
+from transport.services import (
+    AlpnHandler,
+    CallHandler,
+    PromptHandler,
+    ServiceTable,
+    StreamHandler,
+)
 from transport.udp import UdpSocket
 from transport.whereabouts import MAX_ADDRESSES, Whereabouts
 
@@ -260,11 +266,18 @@ class Endpoint:
         """
         self._services.register(name, handler, scope=scope)
 
-    def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call, one value in and one value out, to peers whose grant covers `scope`."""
-        self._services.register_call(name, handler, scope=scope)
+    def register_call(
+        self, name: str, handler: CallHandler, *, scope: str, prompt: PromptHandler | None = None
+    ) -> None:
+        """Offer a call, one value in and one value out, to peers whose grant covers `scope`.
 
-    async def answer(self, connection: Connection, request: bytes) -> bytes | None:
+        `prompt` answers at once what it can of what comes by a `Carrier`.
+        """
+        self._services.register_call(name, handler, scope=scope, prompt=prompt)
+
+    def begin_answer(
+        self, connection: Connection, request: bytes
+    ) -> bytes | Coroutine[Any, Any, bytes | None]:
         """Serve a call that came otherwise than on a stream of `connection`, from its peer.
 
         For a `Carrier`. The peer's grant and the authorizer are asked as for a stream.
@@ -274,9 +287,10 @@ class Endpoint:
             request: the body of its request frame.
 
         Returns:
-            The body of the reply frame, also of an error; None for what has to come on a stream.
+            The body of the reply frame, also of an error, if that takes no waiting; else what is to
+            be awaited for it. That is None for what has to come on a stream.
         """
-        return await self._services.answer(connection, request)
+        return self._services.begin_answer(connection, request)
 
     def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:
         """Offer all calls ``NAME:WORD``, each to peers whose grant covers ``SCOPE:WORD``."""
@@ -323,7 +337,8 @@ class Endpoint:
             credential: opaque to everyone but the peer's authorizer; at most 4096 bytes. It travels
                 in the mesh's hello, so an open connection without it is not enough: the peer is
                 dialled once more, and grants what it grants for the connection there is.
-            timeout: seconds over all addresses; default ``config.connect_timeout``.
+            timeout: seconds over all addresses; default ``config.connect_timeout``. They begin when
+                this node's packets move: a process that is to move them takes a while to come up.
 
         Raises:
             AccessDenied: the peer refuses us.
@@ -333,6 +348,7 @@ class Endpoint:
             TransportError: `alpn` can't be the name of a protocol.
         """
         check_alpn("connecting with", alpn)
+        await self._engine.up()
         if isinstance(target, NodeId):
             target = PeerAddress(target)
         if self._closing:

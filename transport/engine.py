@@ -147,6 +147,9 @@ class Engine(Protocol):
     async def run(self) -> None:
         """Serve until cancelled."""
 
+    async def up(self) -> None:
+        """Wait until packets move, or never will."""
+
     async def drain(self, seconds: float) -> None:
         """Wait until every connection's closing period is over, at most `seconds`."""
 

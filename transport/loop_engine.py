@@ -88,6 +88,9 @@ class LoopEngine:
     async def open(self) -> None:
         """There is nothing to begin before `run`."""
 
+    async def up(self) -> None:
+        """They move as soon as `run` does."""
+
     async def close(self) -> None:
         """Close the socket."""
         self.driver.close()

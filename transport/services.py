@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from auth import AccessDenied, Authorizer, Grant, MeshError, PeerIdentity, ServiceRequest, decide
+from auth import (
+    AccessDenied,
+    Authorizer,
+    Grant,
+    MeshError,
+    PeerIdentity,
+    ServiceRequest,
+    decide,
+    decide_now,
+)
 from auth.cancellation import is_cancelled
 from auth.grant import check_scopes
+from transport.carrier import NotNow
 from transport.cbor import CborValue
 from transport.codes import AppCode
 from transport.errors import ServiceUnknown, TransportError
@@ -23,7 +33,14 @@ from transport.stream import Stream
 if TYPE_CHECKING:
     from transport.connection import Connection
 
-__all__ = ["AlpnHandler", "CallHandler", "Incoming", "ServiceTable", "StreamHandler"]
+__all__ = [
+    "AlpnHandler",
+    "CallHandler",
+    "Incoming",
+    "PromptHandler",
+    "ServiceTable",
+    "StreamHandler",
+]
 
 _log = logging.getLogger("quicmesh.transport")
 
@@ -60,6 +77,10 @@ error raised before goes to the peer whole, one raised later as a reset of that 
 CallHandler = Callable[[Incoming], Awaitable[CborValue]]
 """Answers one call. Cancelled when the caller gives up."""
 
+PromptHandler = Callable[[Incoming], CborValue | NotNow]
+"""Answers at once, in some ten microseconds, such calls as it can, and does nothing for others, for
+which it returns `NOT_NOW`: then the call's `CallHandler` answers."""
+
 AlpnHandler = Callable[["Connection"], Awaitable[None]]
 """Serves one connection of the app's own protocol; the connection is closed when it returns."""
 
@@ -69,6 +90,7 @@ class _Service:
     handler: Callable[[Incoming], Awaitable[CborValue]]
     scope: str
     is_call: bool
+    prompt: PromptHandler | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,10 +142,15 @@ class ServiceTable:
 
         self._add(name, _Service(serve, scope, is_call=False))
 
-    def register_call(self, name: str, handler: CallHandler, *, scope: str) -> None:
-        """Offer a call to peers whose grant covers `scope`. Raises as `register`."""
+    def register_call(
+        self, name: str, handler: CallHandler, *, scope: str, prompt: PromptHandler | None = None
+    ) -> None:
+        """Offer a call to peers whose grant covers `scope`. Raises as `register`.
+
+        What comes by a carrier is shown to `prompt` first.
+        """
         check_offer("call", name, handler, scope)
-        self._add(name, _Service(handler, scope, is_call=True))
+        self._add(name, _Service(handler, scope, is_call=True, prompt=prompt))
 
     def register_call_family(self, name: str, handler: CallHandler, *, scope: str) -> None:
         """Offer all calls ``NAME:WORD``, each to peers whose grant covers ``SCOPE:WORD``.
@@ -143,16 +170,57 @@ class ServiceTable:
             finally:
                 self._running.pop(stream, None)
 
-    async def answer(self, connection: Connection, body: bytes) -> bytes | None:
+    def begin_answer(
+        self, connection: Connection, body: bytes
+    ) -> bytes | Coroutine[Any, Any, bytes | None]:
         """Serve a call that came by a carrier: the body of its request in, that of the reply out.
 
-        Everything is asked as for a stream. None for what is no call, and was not begun.
+        Everything is asked as for a stream. What takes waiting is to be awaited, and is None for
+        what is no call, and was not begun.
         """
+        try:
+            name, value = parse_request(body)
+        except MeshError as error:
+            return error_reply(error)[LENGTH.size :]
+        service = self._services.get(name)
+        if service is not None and service.prompt is not None:
+            reply = self._answer_now(connection, name, value, service, service.prompt)
+            if reply is not None:
+                return reply
+        return self._answer_awaited(connection, name, value)
+
+    def _answer_now(
+        self,
+        connection: Connection,
+        name: str,
+        value: CborValue,
+        service: _Service,
+        prompt: PromptHandler,
+    ) -> bytes | None:
+        peer, grant = connection.peer, connection.grant
+        if grant is None:
+            return None
+        try:
+            request = ServiceRequest(peer, name, service.scope, grant)
+            grant = decide_now(self._authorizer, request)
+            if grant is None:
+                return None
+            incoming = Incoming(name, value, peer, grant, connection)
+            found = prompt(incoming)
+            return None if isinstance(found, NotNow) else _reply_to(incoming, found)[LENGTH.size :]
+        except MeshError as error:
+            return error_reply(error)[LENGTH.size :]
+        except Exception as error:
+            _log.exception("the handler of a call of %s failed", peer)
+            return error_reply(error)[LENGTH.size :]
+
+    async def _answer_awaited(
+        self, connection: Connection, name: str, value: CborValue
+    ) -> bytes | None:
         key = object()
         try:
             with anyio.CancelScope() as scope:
                 try:
-                    name, value = parse_request(body)
                     if (offered := self._services.get(name)) is not None and not offered.is_call:
                         return None
                     service, request = await self._authorize(connection, name, value, None)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mesh.cli.peers import enrol
 from mesh.cli.signals import held, wait_for_signal
+from mesh.cli.signals import run as run_to_end
 
 if TYPE_CHECKING:
     from mesh.launch.job import Job
@@ -58,7 +60,8 @@ def run(
         str | None,
         typer.Option(
             help="Of the node where ranks meet: another machine's launcher, which prints it, or "
-            "any machine's daemon. By default this launcher.",
+            "any machine's daemon, which this machine joins first if there is an invite in it. By "
+            "default this launcher.",
             show_default=False,
         ),
     ] = None,
@@ -102,6 +105,8 @@ def run(
     )
     with held():
         context.obj.create()
+    if plan.ticket is not None and plan.ticket.invite:
+        run_to_end(enrol, context.obj, plan.ticket)
     raise typer.Exit(anyio.run(_run, Job(context.obj, plan, _say)))
 
 

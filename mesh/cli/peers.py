@@ -84,13 +84,8 @@ def join(
 ) -> None:
     """Enrol with another machine: it lets this one in, and this one lets it in."""
     home: Home = context.obj
-    parsed = Ticket.decode(ticket)
     runs = home.running() is not None
-    if runs:
-        value = {"ticket": parsed.encode(), "petname": name}
-        answer = run(ask, home, "node.join", value)
-    else:
-        answer = run(_join_alone, home, parsed, name)
+    answer = run(enrol, home, Ticket.decode(ticket), name)
     if json:
         json_out(answer)
         return
@@ -146,7 +141,13 @@ async def _ping_alone(home: Home, target: str, count: int, timeout: float) -> An
         return await ping_from(node, target, count, timeout)
 
 
-async def _join_alone(home: Home, ticket: Ticket, name: str | None) -> dict[str, Any]:
+async def enrol(home: Home, ticket: Ticket, name: str | None = None) -> dict[str, Any]:
+    """Join the machine of `ticket`, by this machine's daemon if one runs; return who that is."""
     from mesh.daemon import join_without_daemon
 
+    if home.running() is not None:
+        answer: dict[str, Any] = await ask(
+            home, "node.join", {"ticket": ticket.encode(), "petname": name}
+        )
+        return answer
     return (await join_without_daemon(home, ticket, name)).as_message()

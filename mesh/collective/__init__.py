@@ -19,6 +19,7 @@ from mesh.collective.errors import (
 )
 from mesh.collective.exchange import COLLECTIVE, Exchange, Header, Signature, Transfer
 from mesh.collective.layout import (
+    blank,
     check_distinct,
     check_readable,
     check_writable,
@@ -57,6 +58,7 @@ __all__ = [
     "Transfer",
     "expect",
     # tensors
+    "blank",
     "check_distinct",
     "check_readable",
     "check_writable",

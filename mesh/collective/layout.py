@@ -1,7 +1,7 @@
 """From tensors of any layout to runs of elements in row order, and back.
 
-Every operation works on one-dimensional contiguous tensors. A contiguous tensor is worked on in its
-own memory; of any other a copy is made, and results are scattered back in place.
+Every operation works on one-dimensional contiguous CPU tensors. A contiguous one is worked on in
+its own memory; of any other a copy is made, and results are scattered back in place.
 """
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ from collections.abc import Sequence
 
 import torch
 
+from mesh.collective import staging
 from mesh.collective.errors import UnsupportedCollective
 
-__all__ = ["check_distinct", "check_readable", "check_writable", "gathered", "raw", "scatter_back"]
+__all__ = [
+    "blank",
+    "check_distinct",
+    "check_readable",
+    "check_writable",
+    "gathered",
+    "raw",
+    "scatter_back",
+]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -22,9 +31,9 @@ def check_readable(tensor: torch.Tensor, name: str) -> None:
     """Raise unless the tensor's elements can be sent.
 
     Raises:
-        UnsupportedCollective: it is not a strided CPU tensor of plain elements.
+        UnsupportedCollective: it is not a strided CPU or CUDA tensor of plain elements.
     """
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and tensor.device.type not in staging.STAGED:
         raise UnsupportedCollective(
             _on(name, tensor),
             why=f"it is on device '{tensor.device}'",
@@ -86,6 +95,8 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor if is_plain else tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
+    if not plain.is_cpu:
+        return staging.fetch(plain)
     if plain.is_contiguous():
         return plain if plain.dim() == 1 else plain.view(-1)
     bits = _BITS.get(plain.dtype.itemsize)
@@ -95,12 +106,23 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(bits).contiguous().view(-1).view(plain.dtype)
 
 
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return room for a result of the tensor's length: its own memory as `gathered`, or new."""
+    if not tensor.is_cpu:
+        return staging.room(tensor)
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return gathered(tensor)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
 def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
     """Write `elements`, in row order, to `tensor`, unless they already lie in its memory.
 
     Autograd learns that the tensor was written to, as from any operation in place.
     """
-    if elements.numel() and elements.data_ptr() != tensor.data_ptr():
+    if not tensor.is_cpu:
+        staging.deliver(elements, tensor.detach())
+    elif elements.numel() and elements.data_ptr() != tensor.data_ptr():
         shaped = elements.view(tensor.shape)
         plain = tensor.detach()
         bits = _BITS.get(plain.dtype.itemsize)

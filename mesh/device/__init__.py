@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mesh.device.api import (
         DeviceInfo,
         close,
+        configure,
         describe,
         device_async,
         devices,
@@ -44,12 +45,16 @@ if TYPE_CHECKING:
         synchronize,
         synchronize_async,
     )
+    from mesh.device.client.capturing import Captured, capture
     from mesh.device.server.service import DeviceLimits, DeviceService
 
 __all__ = [
     # on the program's side; the module itself, called, is `mesh.device.api.device`
+    "Captured",
     "DeviceInfo",
+    "capture",
     "close",
+    "configure",
     "describe",
     "device_async",
     "devices",
@@ -82,6 +87,7 @@ if not TYPE_CHECKING:  # Whoever offers no devices, and uses none, does not wait
                 (
                     "DeviceInfo",
                     "close",
+                    "configure",
                     "describe",
                     "device_async",
                     "devices",
@@ -92,6 +98,8 @@ if not TYPE_CHECKING:  # Whoever offers no devices, and uses none, does not wait
                 ),
                 "mesh.device.api",
             ),
+            "Captured": "mesh.device.client.capturing",
+            "capture": "mesh.device.client.capturing",
             "DeviceLimits": "mesh.device.server.service",
             "DeviceService": "mesh.device.server.service",
         },

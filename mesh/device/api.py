@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from functools import partial
@@ -11,7 +12,7 @@ import anyio
 import anyio.to_thread
 import torch
 
-from auth import DEFAULT_SCOPES, NodeId, Ticket
+from auth import DEFAULT_SCOPES, MeshError, NodeId, Ticket
 from mesh import blocking
 from mesh.device import wire
 from mesh.device.client import backend
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceInfo",
     "close",
+    "configure",
     "describe",
     "device",
     "device_async",
@@ -44,6 +46,10 @@ __all__ = [
 
 SCOPES = (*DEFAULT_SCOPES, "device")
 """What this program's node for devices asks for."""
+
+LANE_SECONDS = 1.0
+"""How long opening waits until it is known which lane large tensors take; on one host it takes
+milliseconds. Otherwise it becomes known later."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class DeviceInfo:
         name: what the peer calls it.
         memory: bytes that it has in all.
         device: what it is here, ``mesh:k``; None if it is not open.
+        lane: the way that large tensors take there, as far as it is known; None if it is not open.
     """
 
     peer: str
@@ -67,6 +74,7 @@ class DeviceInfo:
     name: str
     memory: int
     device: torch.device | None = None
+    lane: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -185,7 +193,49 @@ def describe(device: torch.device | str) -> DeviceInfo:
         raise opened.session.lost()
     label = peering.node.label(peering.node_id)
     info = _info(opened.facts, label, peering.node_id, opened.remote)
-    return dataclasses.replace(info, device=opened.torch_device)
+    connection = peering.node.endpoint.connection(peering.node_id)
+    lane = None if connection is None else peering.node.lanes.status(connection).name
+    return dataclasses.replace(info, device=opened.torch_device, lane=lane)
+
+
+def configure(
+    device: torch.device | str,
+    *,
+    float_dtype: torch.dtype | None = None,
+    seed: int | None = None,
+    max_bytes: int | None = None,
+) -> None:
+    """Set what holds for a device from its first use on. Once, and before that.
+
+    Args:
+        device: an open device.
+        float_dtype: of new tensors of floats where no type is given, as by ``torch.ones``, in place
+            of ``torch.get_default_dtype()``.
+        seed: where its random numbers start, in place of ``torch.initial_seed()``.
+        max_bytes: how much its session makes do with, of what the peer allows; of several devices
+            of one peer, the least counts.
+
+    Raises:
+        DeviceError: it was used or configured before, or `float_dtype` is no type of floats.
+        SessionLost: the peer no longer has the session.
+    """
+    opened = device_of(torch.device(device))
+    what = f"configuration of device '{opened.torch_device}'"
+    if float_dtype is not None and not float_dtype.is_floating_point:
+        raise DeviceError(what, why=f"{float_dtype} is no type of floats")
+    with _lock:
+        if opened.is_configured or opened.is_used:
+            raise DeviceError(
+                what,
+                why="it was configured before" if opened.is_configured else "it is in use already",
+                fix="Configure a device once, right after it was opened.",
+            )
+        opened.is_configured = True
+    opened.float_dtype = float_dtype
+    if seed is not None:
+        opened.session.emit(wire.seed(opened.remote, seed))
+    if max_bytes is not None:
+        opened.session.emit(wire.content(max_bytes))
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -227,6 +277,8 @@ def close(device: torch.device | str) -> None:
 
 
 async def _begin(node: Node, peer: Peer) -> _Peering:
+    with anyio.move_on_after(LANE_SECONDS), contextlib.suppress(MeshError):
+        await node.lanes.meet(await peer.connection())
     session = Session(partial(node.label, peer.node_id))
     patience = node.endpoint.config.liveness
     carrier = StreamCarrier(session, partial(node.dial, peer.node_id), patience=patience)

@@ -33,6 +33,7 @@ __all__ = [
     "TakeOut",
     "Taken",
     "decode_order",
+    "transit_name",
 ]
 
 ARRIVED_CALL = "device.arrived"
@@ -44,6 +45,14 @@ INTERNAL = 1 << 63
 _TAKE_OUT, _PUT_IN = 0x40, 0x41
 
 MAX_ORDER = 1 << 16
+
+
+def transit_name(session: bytes, *, out: bool = False) -> str:
+    """Return what objects of a store are called that are on their way into a session, or out of it.
+
+    Those into it go with the session, if any is left, and those out of it with its client.
+    """
+    return f"device:{'from' if out else 'to'}:{session.hex()}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

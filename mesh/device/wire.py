@@ -13,6 +13,10 @@ one after the other, little-endian, without padding::
     SEED     6  u16 device, u64 seed
     FORGET   7  u32 template
     POISON   8  u64 handle, u32 length, CBOR: the error that whoever reads it is told
+    CAPTURE  9  u32 sequence, u32 length, messages: RUN and RELEASE alone
+    REPLAY  10  u32 sequence
+    DROP    11  u32 sequence
+    CONTENT 12  u64 bytes: that the session makes do with
 
     DATA     1  u64 request, u8 whether it is the last, bytes
     VALUE    2  u64 request, CBOR
@@ -77,8 +81,11 @@ __all__ = [
     "Answer",
     "Argument",
     "Ask",
+    "Capture",
+    "Content",
     "Define",
     "DeviceOf",
+    "Drop",
     "Failure",
     "Forget",
     "Geometry",
@@ -90,6 +97,7 @@ __all__ = [
     "Output",
     "Poison",
     "Release",
+    "Replay",
     "Run",
     "Seed",
     "Template",
@@ -97,10 +105,13 @@ __all__ = [
     "Write",
     "answer",
     "ask",
+    "capture",
+    "content",
     "data_answer",
     "decode_result",
     "decode_template",
     "define",
+    "drop",
     "encode_template",
     "failure",
     "forget",
@@ -108,6 +119,7 @@ __all__ = [
     "read_answer",
     "read_batch",
     "release",
+    "replay",
     "result_value",
     "seed",
     "write",
@@ -125,6 +137,7 @@ MAX_BATCH = 1 << 20
 MAX_TEXT = 64
 
 _RUN, _ASK, _DEFINE, _RELEASE, _WRITE, _SEED, _FORGET, _POISON = 1, 2, 3, 4, 5, 6, 7, 8
+_CAPTURE, _REPLAY, _DROP, _CONTENT = 9, 10, 11, 12
 _DATA, _VALUE, _FAILED, _FATAL = 1, 2, 3, 4
 
 _RUN_HEAD = struct.Struct("<BI")
@@ -134,6 +147,7 @@ _COUNT_HEAD = struct.Struct("<BI")
 _WRITE_HEAD = struct.Struct("<BQQI")
 _POISON_HEAD = struct.Struct("<BQI")
 _SEED_HEAD = struct.Struct("<BHQ")
+_CONTENT_FORM = struct.Struct("<BQ")
 _ANSWER_HEAD = struct.Struct("<BQ")
 
 
@@ -193,7 +207,45 @@ class Poison(NamedTuple):
     error: MeshError
 
 
-Message: TypeAlias = Run | Ask | Define | Release | Write | Seed | Forget | Poison
+class Capture(NamedTuple):
+    """Operations that may be run again together; handles that they make are made anew then."""
+
+    sequence: int
+    steps: tuple[Run | Release, ...]
+
+
+class Replay(NamedTuple):
+    """Run what was captured once more."""
+
+    sequence: int
+
+
+class Drop(NamedTuple):
+    """What was captured will not be run again."""
+
+    sequence: int
+
+
+class Content(NamedTuple):
+    """The bytes that the session makes do with, of those it may have."""
+
+    max_bytes: int
+
+
+Message: TypeAlias = (
+    Run
+    | Ask
+    | Define
+    | Release
+    | Write
+    | Seed
+    | Forget
+    | Poison
+    | Capture
+    | Replay
+    | Drop
+    | Content
+)
 
 RUN_KIND, ASK_KIND = _RUN, _ASK
 """The first byte of an operation, for whoever packs them by `Layout.packer` or by hand."""
@@ -239,6 +291,26 @@ def poison(handle: int, error: MeshError) -> bytes:
     return _POISON_HEAD.pack(_POISON, handle, len(body)) + body
 
 
+def capture(sequence: int, messages: bytes) -> bytes:
+    """Return what may be run again: operations and releases, as they lie in a batch."""
+    return _DEFINE_HEAD.pack(_CAPTURE, sequence, len(messages)) + messages
+
+
+def replay(sequence: int) -> bytes:
+    """Return that a sequence is to be run once more."""
+    return _COUNT_HEAD.pack(_REPLAY, sequence)
+
+
+def drop(sequence: int) -> bytes:
+    """Return that a sequence will not be run again."""
+    return _COUNT_HEAD.pack(_DROP, sequence)
+
+
+def content(max_bytes: int) -> bytes:
+    """Return that the session makes do with so many bytes."""
+    return _CONTENT_FORM.pack(_CONTENT, max_bytes)
+
+
 # -- reading a batch
 
 
@@ -263,12 +335,8 @@ def read_batch(data: memoryview, layout_of: Callable[[int], Layout | None]) -> I
                 yield Run(number, body.unpack_from(data, at))
                 at += body.size
             elif kind == _RELEASE:
-                count = _COUNT_HEAD.unpack_from(data, at)[1]
-                at += _COUNT_HEAD.size
-                if count > (end - at) // 8:
-                    raise _bad("more handles are released than it has bytes for")
-                yield Release(struct.unpack_from(f"<{count}Q", data, at))
-                at += 8 * count
+                released, at = _read_release(data, at)
+                yield released
             elif kind == _ASK:
                 _, request, number = _ASK_HEAD.unpack_from(data, at)
                 body = _known(layout_of, number).body
@@ -306,6 +374,22 @@ def read_batch(data: memoryview, layout_of: Callable[[int], Layout | None]) -> I
                 value = cbor.decode(bytes(data[at : at + length]), max_size=MAX_BATCH)
                 yield Poison(handle, decode_error(value, peer=None))
                 at += length
+            elif kind == _REPLAY:
+                yield Replay(_COUNT_HEAD.unpack_from(data, at)[1])
+                at += _COUNT_HEAD.size
+            elif kind == _CAPTURE:
+                _, number, length = _DEFINE_HEAD.unpack_from(data, at)
+                at += _DEFINE_HEAD.size
+                if length > end - at:
+                    raise _bad("a sequence is cut off")
+                yield Capture(number, _steps(data[at : at + length], layout_of))
+                at += length
+            elif kind == _DROP:
+                yield Drop(_COUNT_HEAD.unpack_from(data, at)[1])
+                at += _COUNT_HEAD.size
+            elif kind == _CONTENT:
+                yield Content(_CONTENT_FORM.unpack_from(data, at)[1])
+                at += _CONTENT_FORM.size
             else:
                 raise _bad(f"there is no message of kind {kind}")
     except struct.error as error:
@@ -400,6 +484,36 @@ def read_answer(data: memoryview, peer: object) -> Answer:
     if not (operation == "" or operation.isprintable()):
         raise _bad("a failure does not name its operation")
     return Answer(request, failure=Failure(error, operation, handle))
+
+
+def _steps(
+    data: memoryview, layout_of: Callable[[int], Layout | None]
+) -> tuple[Run | Release, ...]:
+    """Return the messages of a sequence, of which none holds another."""
+    steps: list[Run | Release] = []
+    at = 0
+    while at < len(data):
+        if data[at] not in (_RUN, _RELEASE):
+            raise _bad("a sequence holds more than operations and releases")
+        if data[at] == _RELEASE:
+            released, at = _read_release(data, at)
+            steps.append(released)
+            continue
+        number = _RUN_HEAD.unpack_from(data, at)[1]
+        body = _known(layout_of, number).body
+        at += _RUN_HEAD.size
+        steps.append(Run(number, body.unpack_from(data, at)))
+        at += body.size
+    return tuple(steps)
+
+
+def _read_release(data: memoryview, at: int) -> tuple[Release, int]:
+    """Return the release at a place, and where it ends."""
+    count = _COUNT_HEAD.unpack_from(data, at)[1]
+    at += _COUNT_HEAD.size
+    if count > (len(data) - at) // 8:
+        raise _bad("more handles are released than it has bytes for")
+    return Release(struct.unpack_from(f"<{count}Q", data, at)), at + 8 * count
 
 
 def _known(layout_of: Callable[[int], Layout | None], number: int) -> Layout:

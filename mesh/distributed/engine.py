@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +23,18 @@ from mesh.collective import (
     Operation,
     Signature,
     Transfer,
+    blank,
     expect,
     gathered,
     raw,
     scatter_back,
 )
 from mesh.collective.exchange import Check
+from mesh.distributed import streams
 from mesh.distributed.flight import Flight, FlightRecorder
 from mesh.distributed.spans import Span
 from mesh.distributed.steps import Step
+from mesh.distributed.streams import Turn
 from mesh.distributed.work import MeshWork
 from mesh.threads import Completer, OpThread
 
@@ -68,6 +72,7 @@ class Engine:
         self._collecting = threading.local()
         self.flights = FlightRecorder(exchange.group, exchange.rank, exchange.size)
         self._closed = False
+        self._forked = False
         _engines.add(self)
 
     def run(
@@ -101,6 +106,7 @@ class Engine:
     ) -> MeshWork:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         inference = _has_inference_tensors(result)
+        turns = _turns(steps)
         with self._lock:
             if self._closed:
                 self._refuse_if_closed(name)
@@ -109,11 +115,11 @@ class Engine:
             flights = self.flights.issue(first, steps)
             is_here = here and not self._is_collecting and self._ops.claim()
             if not is_here:
-                work = self._work(f"{name} #{first}", result, deadline)
+                work = self._work(f"{name} #{first}", result, deadline, turns)
                 self._ops.submit(lambda: self._run(work, steps, flights, deadline, inference))
                 return work
         try:
-            work = MeshWork(f"{name} #{first}", result, deadline)
+            work = MeshWork(f"{name} #{first}", result, deadline, turns)
             self._run(work, steps, flights, deadline, inference)
         finally:
             self._ops.release()
@@ -160,11 +166,12 @@ class Engine:
         self, tensor: torch.Tensor, peer: int | None, tag: int, signature: Signature
     ) -> MeshWork:
         deadline = time.monotonic() + self.timeout
-        elements = gathered(tensor)
+        elements = blank(tensor)
+        turns = () if tensor.is_cpu else (streams.turn(tensor.device),)
         who = "any rank" if peer is None else self.exchange.label(peer)
         what = f"recv from {who} with tag {tag}"
         self._refuse_if_closed(what)
-        work = self._work(what, [tensor], deadline)
+        work = self._work(what, [tensor], deadline, turns)
         into = raw(elements)
         header = Header(signature, 0, 0, into.nbytes)
 
@@ -176,7 +183,7 @@ class Engine:
             if error is None:
                 work.source = done.peer
                 try:
-                    with _mode(tensor.is_inference()):
+                    with _mode(tensor.is_inference()), _taken(turns):
                         scatter_back(elements, tensor)
                 except Exception as caught:  # the caller's tensor: whatever it raises is theirs
                     error = caught
@@ -202,7 +209,9 @@ class Engine:
         works: list[MeshWork] = getattr(self._collecting, "works", None) or []
         self._collecting.works = None
         deadline = max((work.deadline for work in works), default=time.monotonic())
-        joined = self._work("coalesced operations", [work.result() for work in works], deadline)
+        turns = tuple(turn for work in works for turn in work.turns)
+        results = [work.result() for work in works]
+        joined = self._work("coalesced operations", results, deadline, turns)
         left = len(works)
         lock = threading.Lock()
 
@@ -261,6 +270,11 @@ class Engine:
         self.exchange.close(max(0.0, end - time.monotonic()))
         self._completer.close(max(0.1, end - time.monotonic()))
 
+    def forked(self) -> None:
+        """Take no further call: this process was forked from the one whose group it is."""
+        self._lock = threading.Lock()  # which another thread may have held, who is not here
+        self._closed = self._forked = True
+
     def _run(
         self,
         work: MeshWork,
@@ -271,7 +285,7 @@ class Engine:
     ) -> None:
         error: BaseException | None = None
         try:
-            with _mode(inference):
+            with _mode(inference), _taken(work.turns):
                 for flight, step in zip(flights, steps, strict=True):
                     sequence = flight.sequence
                     operation = Operation(self.exchange, step.signature, sequence, deadline)
@@ -291,8 +305,10 @@ class Engine:
         if isinstance(error, CollectiveTimeout):
             self.flights.leave(error)
 
-    def _work(self, what: str, result: Any, deadline: float) -> MeshWork:
-        work = MeshWork(what, result, deadline)
+    def _work(
+        self, what: str, result: Any, deadline: float, turns: Sequence[Turn] = ()
+    ) -> MeshWork:
+        work = MeshWork(what, result, deadline, turns)
         collected = getattr(self._collecting, "works", None)
         if collected is not None:
             collected.append(work)
@@ -304,7 +320,9 @@ class Engine:
         if self._closed:
             raise GroupAborted(
                 f"{what} of group '{self.exchange.group}'",
-                why="this rank has left the group",
+                why="it belongs to the process from which this one was forked"
+                if self._forked
+                else "this rank has left the group",
                 fix="Form a new one with init_process_group or new_group.",
             )
 
@@ -319,6 +337,27 @@ class Engine:
         if isinstance(error, CollectiveTimeout):
             self.flights.leave(error)
         return error
+
+
+def _turns(steps: Sequence[Step]) -> Sequence[Turn]:
+    """Return the places of an operation on the devices that its tensors are on."""
+    devices = {step.device for step in steps if step.device is not None}
+    return tuple(map(streams.turn, devices)) if devices else ()
+
+
+def _taken(turns: Sequence[Turn]) -> contextlib.AbstractContextManager[Any]:
+    return _all_taken(turns) if turns else _NOTHING
+
+
+@contextlib.contextmanager
+def _all_taken(turns: Sequence[Turn]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for turn in turns:
+            stack.enter_context(turn.take())
+        yield
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _has_inference_tensors(results: Sequence[Any]) -> bool:
@@ -359,6 +398,16 @@ class _NoGrad:
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Groups that were not left: their threads must be gone before the interpreter finalizes."""
+
+
+def _fork_all() -> None:
+    for engine in list(_engines):
+        engine.forked()
+    _engines.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fork_all)
 
 
 @atexit.register

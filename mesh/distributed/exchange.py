@@ -42,12 +42,16 @@ from transport import (
     Incoming,
     PeerAddress,
     ProtocolError,
+    Unreachable,
 )
 
 __all__ = ["QuicExchange"]
 
 COMPACT_ENTRIES = 1024
 """Deadlines kept before those of finished messages are sorted out."""
+
+DIAL_TRIES = 3
+"""How often a rank is dialled that can't be reached, before the group fails to form."""
 
 DELIVERY_SECONDS = 3.0
 """How long a rank that leaves waits for others to take what was sent to them, without a byte
@@ -320,7 +324,7 @@ class QuicExchange:
         scope: anyio.CancelScope,
     ) -> None:
         try:
-            connection = await self._endpoint.connect(self._members[peer], timeout=timeout)
+            connection = await self._reach(self._members[peer], anyio.current_time() + timeout)
             await self._check_admitted(connection)
             for kind in ("control", "data"):
                 value = wire.request_value(self.nonce, self.rank, kind)
@@ -330,6 +334,20 @@ class QuicExchange:
         except MeshError as error:
             failures[peer] = error
             scope.cancel()
+
+    async def _reach(self, member: PeerAddress, deadline: float) -> Connection:
+        """Connect with a rank, in some tries.
+
+        It ran when it told its address, and may be busy with many others' connections.
+        """
+        for turn in range(DIAL_TRIES):
+            try:
+                left = max(0.0, deadline - anyio.current_time())
+                return await self._endpoint.connect(member, timeout=left)
+            except Unreachable:
+                if turn == DIAL_TRIES - 1 or anyio.current_time() >= deadline:
+                    raise
+        raise AssertionError  # the last turn returns or raises
 
     async def _check_admitted(self, connection: Connection) -> None:
         """Raise unless this node's authorizer admits a member that the store named."""

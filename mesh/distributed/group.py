@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from mesh.collective import CollectiveTimeout, Exchange, Reduction, UnsupportedCollective
+from mesh.collective.staging import STAGED
 from mesh.distributed import steps
 from mesh.distributed.engine import Engine
 from mesh.distributed.forming import form_group
+from mesh.distributed.inside import Inside, backends_inside
 from mesh.distributed.options import Options
 from mesh.distributed.steps import Step
 from mesh.distributed.work import MeshWork
@@ -47,9 +49,9 @@ class ProcessGroupMesh(_ProcessGroup):
     """A ``torch.distributed.ProcessGroup`` over an exchange of messages.
 
     Every operation runs in the order of its issue on a thread of the group, with a deadline.
-    Tensors live on the CPU; their layouts are free. Operations check their arguments at the call;
-    what goes wrong later is raised by the work's ``wait()`` and by its future, and breaks the
-    group: leave it with ``destroy_process_group`` and form a new one.
+    Tensors live on the CPU, or on a CUDA device; their layouts are free. Operations check their
+    arguments at the call; what goes wrong later is raised by the work's ``wait()`` and by its
+    future, and breaks the group: leave it with ``destroy_process_group`` and form a new one.
 
     Args:
         exchange: the group's messages; gives rank and size.
@@ -71,6 +73,12 @@ class ProcessGroupMesh(_ProcessGroup):
         self._size = exchange.size
         self._store = store
         self._engine = Engine(exchange, timeout.total_seconds())
+        inside = options.inside if options else {}
+        try:
+            self._inside = backends_inside(inside, exchange, store, timeout)
+        except BaseException:
+            self._engine.abort()
+            raise
         self._name = exchange.group
         self._desc = "undefined"
 
@@ -81,7 +89,8 @@ class ProcessGroupMesh(_ProcessGroup):
     ) -> MeshWork:
         """Replace each tensor by its reduction over all ranks."""
         tensors, op = _listed(tensors), _reduction(opts)
-        todo = [steps.all_reduce(tensor, op) for tensor in tensors]
+        inside = self._inside_for(tensors)
+        todo = [steps.all_reduce(tensor, op, inside) for tensor in tensors]
         return self._run("all_reduce", tensors, todo, opts, timeout)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> MeshWork:
@@ -134,7 +143,8 @@ class ProcessGroupMesh(_ProcessGroup):
     ) -> MeshWork:
         """Replace each tensor by the root's."""
         tensors, root = _listed(tensors), self._root(opts)
-        todo = [steps.broadcast(tensor, root, self._rank) for tensor in tensors]
+        inside = self._inside_for(tensors)
+        todo = [steps.broadcast(tensor, root, self._rank, inside) for tensor in tensors]
         return self._run("broadcast", tensors, todo, opts, timeout)
 
     def allgather(
@@ -403,11 +413,13 @@ class ProcessGroupMesh(_ProcessGroup):
 
     def abort(self) -> None:
         """Fail everything in flight, here and on the other ranks, and leave the group."""
+        self._leave_inside()
         self._engine.abort()
 
     def shutdown(self) -> None:
         """Finish what is queued and leave the group; what takes longer than seconds is aborted."""
         self._engine.shutdown()
+        self._leave_inside()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default for one operation, from the next one on."""
@@ -455,7 +467,8 @@ class ProcessGroupMesh(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        found = ["cpu", *STAGED] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(each) for each in found]
 
     def _get_backend(self, device: torch.device) -> ProcessGroupMesh:
         return self
@@ -495,6 +508,15 @@ class ProcessGroupMesh(_ProcessGroup):
     ) -> MeshWork:
         here = getattr(opts, "asyncOp", True) is False
         return self._engine.run(name, result, todo, _seconds(opts, timeout), here=here)
+
+    def _inside_for(self, tensors: Sequence[Tensor]) -> Inside | None:
+        if not self._inside or not tensors:
+            return None
+        return self._inside.get(tensors[0].device.type)
+
+    def _leave_inside(self) -> None:
+        for each in self._inside.values():
+            each.close()
 
     def _root(self, opts: Any) -> int:
         root = opts if isinstance(opts, int) else opts.rootRank

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -21,6 +21,9 @@ from transport import Endpoint
 __all__ = ["DEFAULT_JOB", "MeshNode", "Options", "options_in_use", "use"]
 
 DEFAULT_JOB = "default"
+
+DEVICES = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}
+"""Types of devices, and the backends that may serve their tensors inside a host."""
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # one word of a scope
 
@@ -49,11 +52,14 @@ class Options:
             used with the group; off, `UnsupportedCollective` is raised before anything is sent or
             unpickled. ``gather_object`` and the like, and what stands on them: consolidation of
             sharded optimizers, checkpoints.
+        inside: for types of devices the backend that reduces and broadcasts their tensors among the
+            ranks of one host, ``{"cuda": "nccl"}``; see `mesh.distributed.inside`.
     """
 
     node: MeshNode
     job: str = DEFAULT_JOB
     objects: bool = True
+    inside: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not _JOB.fullmatch(self.job):
@@ -61,6 +67,13 @@ class Options:
                 f"job name {self.job!r}",
                 why="it must be 1 to 64 letters, digits, '_', '.', '-', and not begin with . or -",
             )
+
+        for device, backend in self.inside.items():
+            if device not in DEVICES or backend not in DEVICES[device]:
+                raise UnsupportedCollective(
+                    f"backend {backend!r} for devices of type {device!r} inside hosts",
+                    why="there are gloo for 'cpu', and nccl or gloo for 'cuda'",
+                )
 
     def __deepcopy__(self, memo: object) -> Options:
         return self  # torch copies the options of a group that is split; there is one node
@@ -75,9 +88,15 @@ _in_use: ContextVar[Options | None] = ContextVar("mesh_options", default=None)
 
 
 @contextlib.contextmanager
-def use(node: MeshNode, *, job: str = DEFAULT_JOB, objects: bool = True) -> Iterator[None]:
+def use(
+    node: MeshNode,
+    *,
+    job: str = DEFAULT_JOB,
+    objects: bool = True,
+    inside: Mapping[str, str] | None = None,
+) -> Iterator[None]:
     """Let groups that are formed in this block, by this thread, run on `node`; see `Options`."""
-    token = _in_use.set(Options(node, job, objects))
+    token = _in_use.set(Options(node, job, objects, inside or {}))
     try:
         yield
     finally:

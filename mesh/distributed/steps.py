@@ -19,6 +19,7 @@ from mesh.collective import (
     Reduction,
     Signature,
     UnsupportedCollective,
+    blank,
     check_distinct,
     check_readable,
     check_writable,
@@ -27,6 +28,7 @@ from mesh.collective import (
     refuse_unless_sparse_reducible,
     scatter_back,
 )
+from mesh.distributed.inside import Inside
 from tensor_bridge import dtype_name
 
 __all__ = [
@@ -51,10 +53,17 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Step(NamedTuple):
-    """One operation to run: what all ranks must agree on, and what this one does."""
+    """One operation to run.
+
+    Attributes:
+        signature: what all ranks must agree on.
+        run: what this one does.
+        device: where its tensors are, None for the CPU.
+    """
 
     signature: Signature
     run: Callable[[Operation], None]
+    device: torch.device | None = None
 
 
 def barrier() -> Step:
@@ -70,19 +79,28 @@ def monitored_barrier(*, name_all: bool) -> Step:
     )
 
 
-def all_reduce(tensor: torch.Tensor, op: Reduction) -> Step:
-    """Replace `tensor` by its reduction over all ranks."""
+def all_reduce(tensor: torch.Tensor, op: Reduction, inside: Inside | None = None) -> Step:
+    """Replace `tensor` by its reduction over all ranks.
+
+    Args:
+        tensor: of any layout.
+        op: the reduction.
+        inside: another backend for it among the ranks of a host.
+    """
     if tensor.is_sparse:
         return _all_reduce_sparse(tensor, op)
     check_writable(tensor, "all_reduce")
     refuse_unless_reducible(tensor.dtype, op)
 
     def run(operation: Operation) -> None:
+        if inside is not None and inside.can_reduce(tensor, op):
+            inside.all_reduce(operation, tensor, op)
+            return
         elements = gathered(tensor)
         collective.all_reduce(operation, elements, op)
         scatter_back(elements, tensor)
 
-    return Step(_equal("all_reduce", tensor, str(op)), run)
+    return Step(_equal("all_reduce", tensor, str(op)), run, _device(tensor))
 
 
 def _all_reduce_sparse(tensor: torch.Tensor, op: Reduction) -> Step:
@@ -107,41 +125,44 @@ def reduce(tensor: torch.Tensor, root: int, op: Reduction) -> Step:
         if operation.rank == root:
             scatter_back(elements, tensor)
 
-    return Step(_equal("reduce", tensor, f"{op}, root {root}"), run)
+    return Step(_equal("reduce", tensor, f"{op}, root {root}"), run, _device(tensor))
 
 
-def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Step:
-    """Replace `tensor` by that of rank `root`."""
+def broadcast(tensor: torch.Tensor, root: int, rank: int, inside: Inside | None = None) -> Step:
+    """Replace `tensor` by that of rank `root`; `inside` as for `all_reduce`."""
     (check_readable if rank == root else check_writable)(tensor, "broadcast")
 
     def run(operation: Operation) -> None:
-        elements = gathered(tensor)
+        if inside is not None and inside.can_move(tensor):
+            inside.broadcast(operation, tensor, root)
+            return
+        elements = gathered(tensor) if rank == root else blank(tensor)
         collective.broadcast(operation, elements, root)
         if rank != root:
             scatter_back(elements, tensor)
 
-    return Step(_equal("broadcast", tensor, f"root {root}"), run)
+    return Step(_equal("broadcast", tensor, f"root {root}"), run, _device(tensor))
 
 
 def all_gather(outs: Tensors, tensor: torch.Tensor, rank: int, size: int) -> Step:
     """Fill ``outs[r]`` with rank ``r``'s tensor. Sizes may differ between ranks."""
-    _check_outs("all_gather", outs, tensor.dtype, size)
+    _check_outs("all_gather", outs, tensor, size)
     check_readable(tensor, "all_gather")
     _same_length("all_gather", f"output {rank}", outs[rank], "this rank's input", tensor)
 
     def run(operation: Operation) -> None:
-        buffers = [gathered(out) for out in outs]
+        buffers = [blank(out) for out in outs]
         collective.all_gather(operation, buffers, gathered(tensor))
         _scatter_all(buffers, outs)
 
-    return Step(_varied("all_gather", tensor.dtype), run)
+    return Step(_varied("all_gather", tensor.dtype), run, _device(tensor))
 
 
 def all_gather_single(out: torch.Tensor, tensor: torch.Tensor, size: int) -> Step:
     """Fill `out` with the tensors of all ranks, one after the other."""
     check_writable(out, "all_gather_single")
     check_readable(tensor, "all_gather_single")
-    _same_dtype("all_gather_single", (out, tensor))
+    _same_kind("all_gather_single", (out, tensor))
     if out.numel() != size * tensor.numel():
         raise UnsupportedCollective(
             f"all_gather_single of {tensor.numel()} elements from each of {size} ranks",
@@ -149,12 +170,12 @@ def all_gather_single(out: torch.Tensor, tensor: torch.Tensor, size: int) -> Ste
         )
 
     def run(operation: Operation) -> None:
-        elements = gathered(out)
+        elements = blank(out)
         buffers = list(elements.view(size, tensor.numel()).unbind(0))
         collective.all_gather(operation, buffers, gathered(tensor))
         scatter_back(elements, out)
 
-    return Step(_equal("all_gather_single", tensor), run)
+    return Step(_equal("all_gather_single", tensor), run, _device(tensor))
 
 
 def gather(outs: Tensors | None, tensor: torch.Tensor, root: int, rank: int, size: int) -> Step:
@@ -162,7 +183,7 @@ def gather(outs: Tensors | None, tensor: torch.Tensor, root: int, rank: int, siz
     check_readable(tensor, "gather")
     if rank == root:
         outs = outs or ()
-        _check_outs("gather", outs, tensor.dtype, size)
+        _check_outs("gather", outs, tensor, size)
         _same_length("gather", f"output {rank}", outs[rank], "this rank's input", tensor)
     elif outs:
         raise UnsupportedCollective("gather", why=f"only rank {root} may pass outputs")
@@ -171,11 +192,11 @@ def gather(outs: Tensors | None, tensor: torch.Tensor, root: int, rank: int, siz
         if rank != root or outs is None:
             collective.gather(operation, None, gathered(tensor), root)
             return
-        buffers = [gathered(out) for out in outs]
+        buffers = [blank(out) for out in outs]
         collective.gather(operation, buffers, gathered(tensor), root)
         _scatter_all(buffers, outs)
 
-    return Step(_varied("gather", tensor.dtype, f"root {root}"), run)
+    return Step(_varied("gather", tensor.dtype, f"root {root}"), run, _device(tensor))
 
 
 def scatter(out: torch.Tensor, chunks: Tensors | None, root: int, rank: int, size: int) -> Step:
@@ -183,33 +204,33 @@ def scatter(out: torch.Tensor, chunks: Tensors | None, root: int, rank: int, siz
     check_writable(out, "scatter")
     if rank == root:
         chunks = chunks or ()
-        _check_chunks("scatter", chunks, out.dtype, size)
+        _check_chunks("scatter", chunks, out, size)
         _same_length("scatter", "this rank's output", out, f"input {rank}", chunks[rank])
     elif chunks:
         raise UnsupportedCollective("scatter", why=f"only rank {root} may pass inputs")
 
     def run(operation: Operation) -> None:
-        elements = gathered(out)
+        elements = blank(out)
         sent = [gathered(chunk) for chunk in chunks] if rank == root and chunks else None
         collective.scatter(operation, elements, sent, root)
         scatter_back(elements, out)
 
-    return Step(_varied("scatter", out.dtype, f"root {root}"), run)
+    return Step(_varied("scatter", out.dtype, f"root {root}"), run, _device(out))
 
 
 def reduce_scatter(out: torch.Tensor, chunks: Tensors, op: Reduction, rank: int, size: int) -> Step:
     """Write to `out` the reduction over all ranks of the chunks that they have for this rank."""
     check_writable(out, "reduce_scatter")
-    _check_chunks("reduce_scatter", chunks, out.dtype, size)
+    _check_chunks("reduce_scatter", chunks, out, size)
     _same_length("reduce_scatter", "the output", out, f"input {rank}", chunks[rank])
     refuse_unless_reducible(out.dtype, op)
 
     def run(operation: Operation) -> None:
-        elements = gathered(out)
+        elements = blank(out)
         collective.reduce_scatter(operation, elements, [gathered(chunk) for chunk in chunks], op)
         scatter_back(elements, out)
 
-    return Step(_varied("reduce_scatter", out.dtype, str(op)), run)
+    return Step(_varied("reduce_scatter", out.dtype, str(op)), run, _device(out))
 
 
 def reduce_scatter_single(
@@ -218,7 +239,7 @@ def reduce_scatter_single(
     """Write to `out` this rank's part of the reduction of `tensor`, which is all parts in a row."""
     check_writable(out, "reduce_scatter_single")
     check_readable(tensor, "reduce_scatter_single")
-    _same_dtype("reduce_scatter_single", (out, tensor))
+    _same_kind("reduce_scatter_single", (out, tensor))
     refuse_unless_reducible(out.dtype, op)
     if tensor.numel() != size * out.numel():
         raise UnsupportedCollective(
@@ -227,27 +248,27 @@ def reduce_scatter_single(
         )
 
     def run(operation: Operation) -> None:
-        elements = gathered(out)
+        elements = blank(out)
         chunks = gathered(tensor).view(size, out.numel()).unbind(0)
         collective.reduce_scatter(operation, elements, chunks, op)
         scatter_back(elements, out)
 
-    return Step(_equal("reduce_scatter_single", out, str(op)), run)
+    return Step(_equal("reduce_scatter_single", out, str(op)), run, _device(out))
 
 
 def all_to_all(outs: Tensors, chunks: Tensors, rank: int, size: int) -> Step:
     """Fill ``outs[r]`` with the chunk that rank ``r`` has for this rank."""
-    dtype = outs[0].dtype if outs else torch.uint8
-    _check_outs("all_to_all", outs, dtype, size)
-    _check_chunks("all_to_all", chunks, dtype, size)
+    _check_count("all_to_all", "outputs", outs, size)
+    _check_outs("all_to_all", outs, outs[0], size)
+    _check_chunks("all_to_all", chunks, outs[0], size)
     _same_length("all_to_all", f"output {rank}", outs[rank], f"input {rank}", chunks[rank])
 
     def run(operation: Operation) -> None:
-        buffers = [gathered(out) for out in outs]
+        buffers = [blank(out) for out in outs]
         collective.all_to_all(operation, buffers, [gathered(chunk) for chunk in chunks])
         _scatter_all(buffers, outs)
 
-    return Step(_varied("all_to_all", dtype), run)
+    return Step(_varied("all_to_all", outs[0].dtype), run, _device(outs[0]))
 
 
 def all_to_all_single(
@@ -268,23 +289,27 @@ def all_to_all_single(
     """
     check_writable(out, "all_to_all_single")
     check_readable(tensor, "all_to_all_single")
-    _same_dtype("all_to_all_single", (out, tensor))
+    _same_kind("all_to_all_single", (out, tensor))
     out_lengths = _lengths("output", out, out_splits, size)
     in_lengths = _lengths("input", tensor, in_splits, size)
 
     def run(operation: Operation) -> None:
-        elements = gathered(out)
+        elements = blank(out)
         buffers = torch.split(elements, out_lengths)
         collective.all_to_all(operation, buffers, torch.split(gathered(tensor), in_lengths))
         scatter_back(elements, out)
 
-    return Step(_varied("all_to_all_single", tensor.dtype), run)
+    return Step(_varied("all_to_all_single", tensor.dtype), run, _device(tensor))
 
 
 def message(tensor: torch.Tensor, name: str) -> Signature:
     """Return what both sides of a tagged message must agree on. `name` is for errors."""
     (check_writable if name == "recv" else check_readable)(tensor, name)
     return _equal("send/recv", tensor)
+
+
+def _device(tensor: torch.Tensor) -> torch.device | None:
+    return None if tensor.is_cpu else tensor.device
 
 
 def _equal(name: str, tensor: torch.Tensor, detail: str = "") -> Signature:
@@ -305,19 +330,19 @@ def _scatter_all(buffers: Tensors, outs: Tensors) -> None:
         scatter_back(buffer, out)
 
 
-def _check_outs(name: str, outs: Tensors, dtype: torch.dtype, size: int) -> None:
+def _check_outs(name: str, outs: Tensors, like: torch.Tensor, size: int) -> None:
     _check_count(name, "outputs", outs, size)
     for out in outs:
         check_writable(out, name)
     check_distinct(outs, name)
-    _same_dtype(name, (*outs, torch.empty(0, dtype=dtype)))
+    _same_kind(name, (*outs, like))
 
 
-def _check_chunks(name: str, chunks: Tensors, dtype: torch.dtype, size: int) -> None:
+def _check_chunks(name: str, chunks: Tensors, like: torch.Tensor, size: int) -> None:
     _check_count(name, "inputs", chunks, size)
     for chunk in chunks:
         check_readable(chunk, name)
-    _same_dtype(name, (*chunks, torch.empty(0, dtype=dtype)))
+    _same_kind(name, (*chunks, like))
 
 
 def _check_count(name: str, kind: str, tensors: Tensors, size: int) -> None:
@@ -327,10 +352,13 @@ def _check_count(name: str, kind: str, tensors: Tensors, size: int) -> None:
         )
 
 
-def _same_dtype(name: str, tensors: Tensors) -> None:
+def _same_kind(name: str, tensors: Tensors) -> None:
     kinds = sorted({str(tensor.dtype) for tensor in tensors})
     if len(kinds) > 1:
         raise UnsupportedCollective(name, why=f"tensors of different types: {', '.join(kinds)}")
+    places = sorted({str(tensor.device) for tensor in tensors})
+    if len(places) > 1:
+        raise UnsupportedCollective(name, why=f"tensors on different devices: {', '.join(places)}")
 
 
 def _same_length(

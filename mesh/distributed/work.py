@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from torch.distributed import Work
 
 from mesh.collective import CollectiveTimeout
+from mesh.distributed.streams import Turn
 
 __all__ = ["MeshWork"]
 
@@ -40,18 +41,21 @@ class MeshWork(Work):
         what: the operation, for messages.
         result: what ``result()`` and the future give: the caller's tensors.
         deadline: when the operation ends by itself at the latest, on ``time.monotonic``'s clock.
+        turns: its places among the streams of devices that its tensors are on.
 
     Attributes:
         what: as given.
         deadline: as given.
+        turns: as given.
         source: for a receive that is over, the rank it is from; else -1.
         began: when it was issued.
     """
 
-    def __init__(self, what: str, result: Any, deadline: float) -> None:
+    def __init__(self, what: str, result: Any, deadline: float, turns: Sequence[Turn] = ()) -> None:
         super().__init__()
         self.what = what
         self.deadline = deadline
+        self.turns = turns
         self.source = -1
         self._result = result
         self.began = time.monotonic()
@@ -84,6 +88,8 @@ class MeshWork(Work):
                 future.wait()
         if self._error is not None:
             raise self._error
+        for turn in self.turns:
+            turn.follow()
         return True
 
     def _await_end(self, seconds: float) -> None:
@@ -134,7 +140,7 @@ class MeshWork(Work):
         return self.source
 
     def block_current_stream(self) -> None:
-        """Wait as `wait` does: results on the CPU have no stream to block."""
+        """Wait as `wait` does."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -142,7 +148,7 @@ class MeshWork(Work):
         with self._lock:
             if self._future is None:
                 self._claim = threading.Lock()
-                self._base = torch.futures.Future()
+                self._base = _future_of([turn.device for turn in self.turns])
                 self._future = self._base.then(self._outcome)
             future, is_over = self._future, self._is_over
         if is_over:
@@ -172,6 +178,8 @@ class MeshWork(Work):
         """Complete the future, unless another thread already does."""
         if self._claim is not None and self._claim.acquire(blocking=False):
             assert self._base is not None
+            for turn in self.turns:  # the future's value is ready by this thread's streams
+                turn.follow()
             self._base.set_result(None)
 
     def _future_if_any(self) -> torch.futures.Future[Any] | None:
@@ -182,3 +190,7 @@ class MeshWork(Work):
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def _future_of(devices: list[torch.device]) -> torch.futures.Future[Any]:
+    return torch.futures.Future(devices=devices)  # type: ignore[arg-type]  # as it documents

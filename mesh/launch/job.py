@@ -46,7 +46,8 @@ class Plan:
         ranks: how many on this machine; the same on each.
         machines: how many machines.
         machine: this one's number; None for the order in which they come.
-        ticket: of the node that keeps the job's store; None for the launcher itself.
+        ticket: of the node that keeps the job's store, which knows this machine; None for the
+            launcher itself.
         bind: where launcher and ranks listen.
     """
 
@@ -145,7 +146,7 @@ class Job:
             ticket = node.ticket()
             client = StoreClient(node.endpoint, None, plan.job, service)
         else:
-            ticket = plan.ticket
+            ticket = Ticket(plan.ticket.node_id, plan.ticket.addresses)  # its invite is used
             keeper = PeerAddress(ticket.node_id, ticket.addresses)
             client = StoreClient(node.endpoint, keeper, plan.job)
         machine = plan.machine

@@ -14,8 +14,10 @@ owned, holding     the two sides of a reference: its owner's, and its holder's
 reference, passing `RRef`, and how one travels
 modules            modules elsewhere: what `mesh.nn` is
 carriage           tensors on their way
+placement          which device they are put on
 workers, bridge    threads for functions that block, and the way between them and the loop
-service, agent     answering calls, and making them
+service            answering calls
+agent, asking      making them
 streams            what a peer's generator yields, at its reader
 serve_stream       the same at the callee, and `sources`, the generators
 listing            what there is of references, for people

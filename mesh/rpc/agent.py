@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -15,28 +14,24 @@ import torch
 
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
 from mesh.rpc.activity import Activity
+from mesh.rpc.asking import Asking
 from mesh.rpc.bridge import Bridge
-from mesh.rpc.carriage import beside, fetch_part, together, with_parts
-from mesh.rpc.errors import RefLost, RpcError, as_runtime_error
-from mesh.rpc.exceptions import decode_exception
-from mesh.rpc.exposed import Exposures, exposed_name, exposures
-from mesh.rpc.holding import FLUSH_SECONDS, Held, Holdings
+from mesh.rpc.errors import RefLost
+from mesh.rpc.exposed import Exposures, exposures
+from mesh.rpc.holding import FLUSH_SECONDS, Holdings
 from mesh.rpc.limits import limit
 from mesh.rpc.listing import register_listing
-from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
-from mesh.rpc.passing import Incoming, Outgoing, held
-from mesh.rpc.pickled import may_unpickle
+from mesh.rpc.passing import Outgoing, held
+from mesh.rpc.placement import Placement
 from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
 from mesh.rpc.streams import RemoteIterator
 from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packed, Packer, Unpacker
+from mesh.rpc.values import Packed
 from mesh.rpc.wire import (
-    CALL_SERVICE,
     REFS_SERVICE,
-    Answer,
     Fork,
     RefNotes,
     Request,
@@ -44,7 +39,6 @@ from mesh.rpc.wire import (
 )
 from mesh.rpc.workers import Workers
 from transport import (
-    CborValue,
     Connection,
     EndpointEvent,
     PeerJoined,
@@ -52,7 +46,6 @@ from transport import (
     PeerRevoked,
     ProtocolError,
     Stream,
-    TransportError,
 )
 
 if TYPE_CHECKING:
@@ -90,11 +83,14 @@ class Agent:
         limits: how many references peers may have here, and how long without a word.
 
     Attributes:
+        timeout: seconds that a call may take unless it is told otherwise; 0 for no limit.
         pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
         ready: set once it answers.
         abandoned: streams of items that nobody reads any more, and that are to be given up.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
         activity: what is under way.
+        placement: which devices tensors are put on.
+        asking: what stands behind each of its requests.
     """
 
     def __init__(
@@ -107,6 +103,8 @@ class Agent:
         timeout: float = DEFAULT_TIMEOUT,
         limits: RefLimits | None = None,
     ) -> None:
+        from mesh.autograd.participant import Autograd  # which stands on calls
+
         self.timeout = timeout
         self.pickles = False
         self.exposures = exposures
@@ -115,13 +113,17 @@ class Agent:
         self.holdings = Holdings(self.tell)
         self.bridge = Bridge()
         self.activity = Activity()
+        self.placement = Placement()
         self.workers = Workers(workers, self.bridge.call_soon)
         self._node = node
-        self._service = RpcService(self)
+        self.service = RpcService(self)
+        self.asking = Asking(self)
+        self.autograd = Autograd(self, (limits or RefLimits()).lease)
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
         self.abandoned: deque[Stream] = deque()
+        self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
         self._clock = 0.0
@@ -132,14 +134,16 @@ class Agent:
         endpoint = self._node.endpoint
         self.lanes = self._node.lanes
         self._clock = anyio.current_time() - time.monotonic()
-        self._service.register(endpoint)
+        self.service.register(endpoint)
         register_listing(self, endpoint)
+        self.autograd.register(endpoint)
         endpoint.subscribe(self._observe)
         try:
             async with self.bridge.open(), anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self.holdings.run)
                 self._tasks.start_soon(self._lapse)
                 self._tasks.start_soon(self._give_up)
+                self._tasks.start_soon(self.autograd.run)
                 self.ready.set()
                 await anyio.sleep_forever()
         finally:
@@ -156,6 +160,10 @@ class Agent:
     def label(self, node_id: NodeId) -> str:
         """Return the name of a node for messages."""
         return self._node.label(node_id)
+
+    def name_peer_in(self, error: MeshError) -> None:
+        """Have an error name its peer as people call it."""
+        self._node.directory.name_in(error)
 
     def references(self) -> tuple[RefRow, ...]:
         """Return every value of this node's that others have references to. For threads too."""
@@ -187,8 +195,8 @@ class Agent:
             Exception: what the function raised, of the same class if that is known here.
             MeshError: the peer can't be reached, refuses, or was lost meanwhile.
         """
-        target = self._target(function)
-        return await self._ask(to, target, args, kwargs or {}, timeout, function=function)
+        target = self.asking.target(function)
+        return await self.asking.ask(to, target, args, kwargs or {}, timeout, function=function)
 
     def prepare(
         self,
@@ -206,9 +214,9 @@ class Agent:
         Raises:
             Unsendable: as `call`.
         """
-        target, seconds = self._target(function), self._seconds(timeout)
-        ready = self._pack(to, target, args, kwargs or {}, function)
-        return lambda: self._ask(to, target, (), {}, seconds, ready=ready)
+        target, seconds = self.asking.target(function), self.asking.seconds(timeout)
+        ready = self.asking.pack(to, target, args, kwargs or {}, function)
+        return lambda: self.asking.ask(to, target, (), {}, seconds, ready=ready)
 
     def prepare_method(
         self,
@@ -220,13 +228,13 @@ class Agent:
         timeout: float | None = None,
     ) -> Callable[[], Coroutine[Any, Any, Any]]:
         """Return the same of `invoke`. For threads too."""
-        target, seconds = self._target_at(ref, "method", method), self._seconds(timeout)
-        ready = self._pack(ref.owner_id, target, args, kwargs or {}, None)
+        target, seconds = self.asking.target_at(ref, "method", method), self.asking.seconds(timeout)
+        ready = self.asking.pack(ref.owner_id, target, args, kwargs or {}, None)
 
         async def ask() -> Any:
             if ref.created is not None:
                 await self.bridge.until_done(ref.created)
-            return await self._ask(ref.owner_id, target, (), {}, seconds, ready=ready)
+            return await self.asking.ask(ref.owner_id, target, (), {}, seconds, ready=ready)
 
         return ask
 
@@ -272,8 +280,8 @@ class Agent:
 
         For threads too: the reference can be used at once, and waits for the rest.
         """
-        target = self._target(function)
-        return self._order(to, target, args, kwargs or {}, timeout, function=function)
+        target = self.asking.target(function)
+        return self.asking.order(to, target, args, kwargs or {}, timeout, function=function)
 
     def order_method(
         self,
@@ -285,8 +293,8 @@ class Agent:
         timeout: float | None = None,
     ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
         """Return the same as `order`, of a method of a reference's value, at its owner."""
-        target = self._target_at(ref, "method", method)
-        return self._order(ref.owner_id, target, args, kwargs or {}, timeout, after=ref)
+        target = self.asking.target_at(ref, "method", method)
+        return self.asking.order(ref.owner_id, target, args, kwargs or {}, timeout, after=ref)
 
     async def invoke(
         self,
@@ -303,8 +311,8 @@ class Agent:
             NotExposed: the owner does not expose the value's class.
             MeshError, Exception: as `call`.
         """
-        target = await self._at(ref, "method", method)
-        return await self._ask(ref.owner_id, target, args, kwargs or {}, timeout)
+        target = await self.asking.at(ref, "method", method)
+        return await self.asking.ask(ref.owner_id, target, args, kwargs or {}, timeout)
 
     def stream(
         self,
@@ -322,12 +330,12 @@ class Agent:
             timeout: seconds for each item, the first with all that goes before it; 0 for no limit.
                 The peer's loss ends the wait anyway.
         """
-        target = self._target(function)
+        target = self.asking.target(function)
 
         async def found() -> Target:
             return target
 
-        seconds = self._seconds(timeout)
+        seconds = self.asking.seconds(timeout)
         return RemoteIterator(self, to, found, args, kwargs or {}, seconds, function)
 
     def stream_method(
@@ -343,19 +351,21 @@ class Agent:
         return RemoteIterator(
             self,
             ref.owner_id,
-            lambda: self._at(ref, "method", method),
+            lambda: self.asking.at(ref, "method", method),
             args,
             kwargs or {},
-            self._seconds(timeout),
+            self.asking.seconds(timeout),
         )
 
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
         if isinstance(ref.state, Owned):
-            with limit(self._seconds(timeout), "fetch of a reference", self.label(self.node_id)):
+            with limit(
+                self.asking.seconds(timeout), "fetch of a reference", self.label(self.node_id)
+            ):
                 return await self.bridge.until_done(ref.state.outcome)
-        target = await self._at(ref, "fetch")
-        return await self._ask(ref.owner_id, target, (), {}, timeout)
+        target = await self.asking.at(ref, "fetch")
+        return await self.asking.ask(ref.owner_id, target, (), {}, timeout)
 
     def own(self, value: Any) -> RRef[Any]:
         """Return a reference to a value of this node's own. For threads too."""
@@ -416,6 +426,15 @@ class Agent:
             raise RefLost("use of a remote reference", why="there is no such value here")
         return owned
 
+    async def send_gradients(self, to: NodeId, what: tuple[Any, ...]) -> None:
+        """Send gradients to a participant of a backward; see `mesh.autograd`. Raises as `call`."""
+        await self.asking.ask(to, Target("gradients"), what, {}, None)
+
+    async def backward_at(self, ref: RRef[Any], context: int, retain_graph: bool) -> None:
+        """Have the owner of a reference go backward from its value. Raises as `invoke`."""
+        target = await self.asking.at(ref, "backward")
+        await self.asking.ask(ref.owner_id, target, (context, retain_graph), {}, None)
+
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""
         endpoint = self._node.endpoint
@@ -435,217 +454,18 @@ class Agent:
 
     # -- for streams of items
 
-    def packed(
-        self,
-        target: Target,
-        outgoing: Outgoing,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        function: object,
-    ) -> Packed:
-        """Return what a request says beside its target. Raises `Unsendable`."""
-        packer = Packer(self.types, outgoing, pickles=self.pickles)
-        if target.kind == "pickled":
-            packer.pack(function, "the function")
-        packer.pack(tuple(args), "args")
-        packer.pack(dict(kwargs), "kwargs")
-        return packer.packed
-
-    async def value_of(
-        self, items: list[CborValue], tensors: Sequence[torch.Tensor], connection: Connection
-    ) -> Any:
-        """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
-        unpacker = Unpacker(
-            items,
-            tensors,
-            self.types,
-            Incoming(self, connection.peer),
-            self.exposures,
-            pickles=may_unpickle(connection.grant),
-        )
-        return (await unpacker.unpack_all(1))[0]
-
     async def stream_here(self, request: Request, tensors: Sequence[torch.Tensor]) -> Source:
         """Return the items of a generator of this node's own."""
-        return await self._service.streams.here(request, tensors)
-
-    def name_in(self, error: BaseException, what: str) -> None:
-        """Have an error of the connection say what it ended, and with whom as people call it."""
-        if isinstance(error, MeshError) and not isinstance(error, RpcError):
-            if isinstance(error, TransportError):
-                error.what = what
-            self._node.directory.name_in(error)
-
-    # -- inside
-
-    def _pack(
-        self,
-        to: NodeId,
-        target: Target,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        function: object,
-    ) -> _Ready:
-        outgoing = Outgoing(self, to)
-        try:
-            return outgoing, self.packed(target, outgoing, args, kwargs, function)
-        except BaseException:
-            outgoing.undo()
-            raise
-
-    def _order(
-        self,
-        to: NodeId,
-        target: Target,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: float | None,
-        *,
-        function: object = None,
-        after: RRef[Any] | None = None,
-    ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
-        seconds = self._seconds(timeout)
-        ready = self._pack(to, target, args, kwargs, function)
-
-        async def ask(create: Fork | None) -> Any:
-            if after is not None and after.created is not None:
-                await self.bridge.until_done(after.created)
-            return await self._ask(
-                to, target, (), {}, seconds, create=create, ready=ready, stays=True
-            )
-
-        if to == self.node_id:
-            owned = Owned(new_id(), self.now())
-
-            async def compute() -> None:
-                try:
-                    value = await ask(None)
-                except Exception as error:
-                    _settle(owned.outcome, error)
-                except BaseException:
-                    _settle(owned.outcome, _cancelled())
-                    raise
-                else:
-                    owned.outcome.set_result(value)
-
-            return RRef._of(self, owned), compute
-        state = Held(to, Fork(new_id(), new_id()), Future())
-
-        async def begin() -> None:
-            try:
-                await ask(state.fork)
-            except BaseException as error:
-                _settle(state.created, error if isinstance(error, Exception) else _cancelled())
-                raise
-            _settle(state.created, None)
-
-        return RRef._of(self, state), begin
-
-    async def _ask(
-        self,
-        to: NodeId,
-        target: Target,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        timeout: float | None,
-        *,
-        create: Fork | None = None,
-        function: object = None,
-        ready: _Ready | None = None,
-        stays: bool = False,
-    ) -> Any:
-        seconds = self._seconds(timeout)
-        outgoing, packed = ready or self._pack(to, target, args, kwargs, function)
-        try:
-            with self.activity.calling(), limit(seconds, str(target), self.label(to)):
-                await outgoing.settle()
-                what = beside(packed.tensors)
-                key = new_id() if what.apart else b""
-                request = Request(target, packed.items, what, seconds, create, key)
-                if to == self.node_id:
-                    return await self._service.answer_self(request, packed.tensors, stays=stays)
-                connection = await self.connected(to)
-                answer = await self._exchange(connection, request, packed.tensors)
-                if answer.error is not None:
-                    raise decode_exception(answer.error, peer=self.label(to), what=str(target))
-                parts = await self.fetch_parts(connection, answer)
-        except BaseException as error:
-            outgoing.undo()
-            self.name_in(error, str(target))
-            if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
-                raise as_runtime_error(error) from error.__cause__
-            raise
-        return await self.value_of(answer.items, together(answer.beside, parts), connection)
-
-    async def _exchange(
-        self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
-    ) -> Answer:
-        """Send a request and its parts; return the answer."""
-
-        async def ask() -> CborValue:
-            return await connection.call(
-                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE
-            )
-
-        if not request.key:
-            return Answer.decode(await ask())
-        return Answer.decode(await with_parts(connection, self.lanes, request, tensors, ask))
-
-    async def fetch_parts(
-        self, connection: Connection, answer: Answer
-    ) -> Mapping[int, torch.Tensor]:
-        """Return the large tensors of an answer by their numbers; what is left is given up."""
-        parts: dict[int, torch.Tensor] = {}
-        try:
-            for number in answer.beside.apart:
-                meta = answer.beside.metas[number]
-                parts[number] = await fetch_part(connection, self.lanes, answer.key, number, meta)
-        except BaseException:
-            self._tasks.start_soon(self._leave, connection, answer.key)
-            raise
-        return parts
-
-    async def _leave(self, connection: Connection, key: bytes) -> None:
-        """Tell a callee that nobody comes for an answer's tensors."""
-        with contextlib.suppress(MeshError):  # then it finds out by itself
-            await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
-
-    def _target(self, function: Callable[..., Any] | str) -> Target:
-        if isinstance(function, str):
-            kind = "operator" if function.startswith("torch.") else "function"
-            return Target(kind, function)
-        if not callable(function):
-            raise TypeError("function should be callable.")
-        operator = operator_name(function)
-        if operator is not None:
-            return Target("operator", operator)
-        name = exposed_name(function)
-        if self.pickles and (name is None or not self.exposures.has(name)):
-            return Target("pickled")
-        if name is None:
-            raise RpcError(
-                f"call of {function!r:.80}",
-                why="it has no name that a peer could know it by: only functions and classes of a "
-                "module's top level have one, and torch's operators that mesh.rpc lists",
-                fix="Move it to the top level of a module, and expose it at the callee.",
-            )
-        return Target("function", name)
-
-    async def _at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
-        if ref.created is not None:
-            await self.bridge.until_done(ref.created)
-        return self._target_at(ref, kind, name)
-
-    def _target_at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
-        state = ref.state
-        key = self.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
-        return Target(kind, name, key)
+        return await self.service.streams.here(request, tensors)
 
     async def connected(self, to: NodeId) -> Connection:
         """Return the connection with a node, made if need be and if it may be. Raises as `call`."""
         endpoint = self._node.endpoint
         connection = endpoint.connection(to)
         if connection is not None:
+            if self._met.get(to) is not connection:
+                self._met[to] = connection
+                self._tasks.start_soon(self._meet, connection)
             return connection
         if to in self._hints:
             giver, where = self._hints.pop(to)
@@ -660,14 +480,16 @@ class Agent:
             endpoint.add_addresses(to, where)
         return await self._node.dial(to)
 
-    def _seconds(self, timeout: float | None) -> float:
-        seconds = self.timeout if timeout is None else timeout
-        if not 0 <= seconds < 1e9:
-            raise RpcError(
-                "a remote call",
-                why=f"timeout is {seconds}, not a number of seconds from 0 (no limit) on",
-            )
-        return float(seconds)
+    def short_way(self, to: NodeId) -> Connection | None:
+        """Return the connection with a node by which threads can call it; None if there is none."""
+        connection = self._node.endpoint.connection(to)
+        is_there = connection is not None and connection.carrier is not None
+        return connection if is_there and not self.pickles and not self.bridge.is_here else None
+
+    async def _meet(self, connection: Connection) -> None:
+        """Have the shared memory of a peer on this host be there before a large tensor needs it."""
+        with contextlib.suppress(MeshError):  # then calls take streams, and tensors QUIC
+            await self.lanes.meet(connection)
 
     def _observe(self, event: EndpointEvent) -> None:
         match event:
@@ -698,20 +520,7 @@ class Agent:
     async def _lapse(self) -> None:
         while True:
             now = anyio.current_time()
-            until = min(self.owned.lapse(now), self._service.lapse(now))
+            until = min(self.owned.lapse(now), self.service.lapse(now))
             with anyio.move_on_after(max(0.0, min(until - anyio.current_time(), 60.0))):
                 await self._wake_lapse.wait()
                 self._wake_lapse = anyio.Event()
-
-
-def _settle(future: Future[Any], error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-
-
-def _cancelled() -> RefLost:
-    return RefLost("a remote reference", why="the call that was to create it was cancelled")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
+import _quicmesh_autoload
 from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
@@ -26,9 +27,11 @@ from mesh.rpc.errors import RpcError
 from mesh.rpc.futures import CallFuture
 from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
 from mesh.rpc.owned import RefRow
+from mesh.rpc.quick import call_quickly
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.rpc.worker import FIND_SECONDS, Worker
+from transport import NotNow
 
 if TYPE_CHECKING:
     from mesh.node import Node
@@ -99,7 +102,6 @@ def init_rpc(
             rpc_backend_options=options,
         )
         _worker = worker
-        _show_daemon(worker.node)
         try:
             worker.begin()
         except BaseException:
@@ -154,10 +156,14 @@ def rpc_sync(
         Exception: what the function raised, and what `Agent.call` raises.
     """
     worker = _need()
-    begin = worker.agent.prepare(
-        worker.find(to), func, args or (), kwargs, timeout=_seconds(timeout)
+    agent, node_id = worker.agent, worker.find(to)
+    seconds = agent.asking.seconds(_seconds(timeout))
+    result = call_quickly(
+        agent, node_id, func, args or (), kwargs or {}, seconds, lambda: _worker is not worker
     )
-    return worker.agent.bridge.block_on(begin)
+    if not isinstance(result, NotNow):
+        return result
+    return worker.wait_for(agent.prepare(node_id, func, args or (), kwargs, timeout=seconds))
 
 
 def rpc_async(
@@ -335,8 +341,13 @@ def _init(
             )
         )
         agent.pickles = options.pickles
+        agent.autograd.worker_id = rank
+        _show_daemon(node)
+        devices: Any = options.devices
+        agent.placement.devices = tuple(devices)
         me = WorkerInfo(name, rank, node.node_id)
-        return Worker(node, agent, roster, me, owns_node=owns_node)
+        maps: Any = options.device_maps
+        return Worker(node, agent, roster, me, device_maps=maps, owns_node=owns_node)
     except BaseException:
         if owns_node:
             node.close()
@@ -355,6 +366,7 @@ def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Sto
     if world_size is None:
         store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
     else:
+        _quicmesh_autoload.register()  # where `mesh run` has said, and mesh://
         _rendezvous[:] = [rendezvous(options.init_method, rank=rank, world_size=world_size)]
         store = next(_rendezvous[0])[0]
     store.set_timeout(timedelta(seconds=max(options.rpc_timeout, FIND_SECONDS)))

@@ -12,9 +12,10 @@ import anyio
 from anyio.from_thread import BlockingPortal
 
 from mesh.rpc.errors import RpcError
+from mesh.rpc.links import like_this_thread
 from mesh.rpc.workers import may_block
 
-__all__ = ["Bridge"]
+__all__ = ["Bridge", "ended"]
 
 _Result = TypeVar("_Result")
 
@@ -37,6 +38,11 @@ class Bridge:
                 self._portal = None
 
     @property
+    def is_here(self) -> bool:
+        """Whether the caller's thread is the loop's own."""
+        return threading.get_ident() == self._thread
+
+    @property
     def is_open(self) -> bool:
         """Whether anybody can be waited for."""
         return self._portal is not None
@@ -47,7 +53,15 @@ class Bridge:
         Raises:
             RpcError: the bridge is over, or this is the loop's own thread.
         """
-        if threading.get_ident() == self._thread:
+        return self.wait(self.start(function))
+
+    def start(self, function: Callable[[], Coroutine[Any, Any, _Result]]) -> Future[_Result]:
+        """Start a coroutine in the loop and return what a thread may `wait` for.
+
+        Raises:
+            RpcError: as `block_on`.
+        """
+        if self.is_here:
             raise RpcError(
                 "waiting for a peer",
                 why="a blocking call in the node's own event loop would wait for itself",
@@ -55,12 +69,12 @@ class Bridge:
             )
         portal = self._portal
         if portal is None:
-            raise _over()
+            raise ended()
         try:
-            future: Future[_Result] = portal.start_task_soon(function)
+            with like_this_thread():
+                return portal.start_task_soon(function)
         except RuntimeError:  # it is over by now
-            raise _over() from None
-        return self.wait(future)
+            raise ended() from None
 
     def wait(self, future: Future[_Result]) -> _Result:
         """Return a future's result, to a thread; those of handlers let others run meanwhile."""
@@ -70,12 +84,12 @@ class Bridge:
             with may_block():
                 return future.result()
         except CancelledError:
-            raise _over() from None
+            raise ended() from None
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Have a function run in the loop, from any thread; at once, if it is that one's."""
         portal = self._portal
-        if threading.get_ident() == self._thread:
+        if self.is_here:
             function()
         elif portal is not None:
             with contextlib.suppress(RuntimeError):  # it is over by now
@@ -90,14 +104,15 @@ class Bridge:
         try:
             return future.result()
         except CancelledError:
-            raise _over() from None
+            raise ended() from None
 
 
 async def _run(function: Callable[[], None]) -> None:
     function()
 
 
-def _over() -> RpcError:
+def ended() -> RpcError:
+    """Return the error for what is waited for where nothing goes on."""
     return RpcError(
         "a remote call",
         why="the agent has been shut down, and with it the references that this node had: Cannot "

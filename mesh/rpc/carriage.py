@@ -11,11 +11,12 @@ import anyio
 import torch
 
 from auth import Grant, MeshError, NodeId
+from mesh.rpc.placement import own_device
 from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen, Request
-from tensor_bridge import QuotaExceeded, TensorMeta, allocate, chunks, describe, tensor_bytes
+from tensor_bridge import QuotaExceeded, TensorMeta, describe
 from tensor_bridge.lanes import Lanes, choose_lane
 from tensor_bridge.lanes.choice import Offer
-from tensor_bridge.memory import Payload
+from tensor_bridge.memory import Payload, copied, filled
 from tensor_bridge.moves import Landing, settle
 from transport import CborValue, Connection, Stream
 
@@ -102,27 +103,31 @@ class Room:
             self.give(peer, nbytes)
 
 
-def beside(tensors: Sequence[torch.Tensor]) -> Beside:
+def beside(
+    tensors: Sequence[torch.Tensor], place: Callable[[torch.device], str | None] = own_device
+) -> Beside:
     """Return what a message says of its tensors, with the content of the small ones.
 
     Args:
         tensors: strided ones on the CPU or a CUDA device.
+        place: what to say of the device of each; of answers, what it is called here.
 
     Raises:
         UnsupportedTensor: the elements of one are not plain bytes.
     """
     metas: list[TensorMeta] = []
     inline: list[bytes | None] = []
+    devices = tuple(place(tensor.device) for tensor in tensors)
     room = INLINE_TOTAL
     for tensor in tensors:
         meta = describe(tensor)
         metas.append(meta)
         if meta.nbytes <= min(room, INLINE_BYTES):
-            inline.append(b"".join(chunks(tensor, meta)))
+            inline.append(copied(tensor, meta))
             room -= meta.nbytes
         else:
             inline.append(None)
-    return Beside(tuple(metas), tuple(inline))
+    return Beside(tuple(metas), tuple(inline), devices)
 
 
 async def send_part(
@@ -227,15 +232,9 @@ async def serve_receive(stream: Stream, offer: Offer, landing: Landing) -> None:
 def together(what: Beside, parts: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     """Return all tensors of a message in order: those in it, and those that came apart."""
     return [
-        parts[number] if data is None else _filled(meta, data)
+        parts[number] if data is None else filled(meta, data)
         for number, (meta, data) in enumerate(zip(what.metas, what.inline, strict=True))
     ]
-
-
-def _filled(meta: TensorMeta, data: bytes) -> torch.Tensor:
-    tensor = allocate(meta)
-    tensor_bytes(tensor)[:] = data
-    return tensor
 
 
 def _ignore(_: int) -> None:

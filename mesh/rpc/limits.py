@@ -11,7 +11,7 @@ import anyio
 from mesh.rpc.errors import RpcTimeout
 from transport import DeadlineExceeded
 
-__all__ = ["limit"]
+__all__ = ["limit", "timed_out"]
 
 
 @contextlib.contextmanager
@@ -23,12 +23,13 @@ def limit(seconds: float, what: str, peer: str) -> Iterator[None]:
     except DeadlineExceeded as error:
         if isinstance(error, RpcTimeout):
             raise
-        raise _timeout(what, peer, seconds) from error
+        raise timed_out(what, peer, seconds) from error
     if scope.cancelled_caught:
-        raise _timeout(what, peer, seconds)
+        raise timed_out(what, peer, seconds)
 
 
-def _timeout(what: str, peer: str, seconds: float) -> RpcTimeout:
+def timed_out(what: str, peer: str, seconds: float) -> RpcTimeout:
+    """Return what to raise about `what` that has taken longer than `seconds`."""
     return RpcTimeout(
         what,
         peer=peer,

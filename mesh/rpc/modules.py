@@ -204,6 +204,9 @@ def create_module(
     """Make a module of a class that this program exposes, on a device."""
     if not (inspect.isclass(module_cls) or inspect.isroutine(module_cls)):
         raise NotExposed("making of a module", why="what is to make it is no class or function")
+    if torch.device(device).type not in ("cpu", "cuda"):
+        # Another may be a peer's, and this node's to use but not its caller's.
+        raise NotExposed(f"making of a module on {device!r:.40}", why="that is no device for it")
     module = module_cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
         raise ValueError(  # noqa: TRY004 - as upstream

@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mesh.rpc.errors import NotExposed
 from tensor_bridge import QuotaExceeded
 
-__all__ = ["MAX_RESULT_BYTES", "call_operator", "check_operator", "operator_name"]
+__all__ = [
+    "MAX_RESULT_BYTES",
+    "call_operator",
+    "check_operator",
+    "is_prompt",
+    "may_be_prompt",
+    "operator_name",
+]
 
 MAX_RESULT_BYTES = 1 << 30
 """Largest result of one operator where the peer's grant names no bound."""
@@ -118,6 +125,18 @@ _SIZED = frozenset(
 """Those whose result is as large as a number says. That of any other has at most as many elements
 as the product of its tensors' numbers of them, squared."""
 
+_PROMPT_NAMES = """
+    abs add clone cos div eq exp full_like ge gt le log lt maximum mean minimum mul ne neg numel
+    ones_like reciprocal relu reshape rsqrt sigmoid sin sqrt square squeeze sub sum t tan tanh
+    transpose unsqueeze where zeros_like
+"""
+
+_PROMPT = frozenset(f"torch.{name}" for name in _PROMPT_NAMES.split())
+"""Those that take some microseconds for little: fewer than a thread would need to begin."""
+
+_PROMPT_ELEMENTS = 1 << 14
+"""Elements that such a result may have, all arguments broadcast against each other."""
+
 _LARGEST_ELEMENT = 16
 
 
@@ -149,6 +168,26 @@ def call_operator(
     if name in _SIZED or _bound(name, args, kwargs) > max_bytes:
         _check_size(name, function, args, kwargs, max_bytes)
     return function(*args, **kwargs)
+
+
+def may_be_prompt(name: str) -> bool:
+    """Return whether `is_prompt` may be true of an operator."""
+    return name in _PROMPT
+
+
+def is_prompt(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether calling an operator takes so little time that an event loop may."""
+    if name not in _PROMPT:
+        return False
+    elements = 1
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                return False
+            elements *= max(1, value.numel())
+        elif value is not None and not isinstance(value, bool | int | float):
+            return False
+    return elements <= _PROMPT_ELEMENTS
 
 
 def check_operator(name: str) -> None:

@@ -157,6 +157,29 @@ class RRef(Generic[_Value]):
 
         return MethodCalls(self, api.invoke_remote, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Go backward from the value, a scalar tensor, at its owner; for threads.
+
+        Args:
+            dist_autograd_ctx_id: the autograd context; at the owner it may be left out: gradients
+                go to ``.grad`` there then.
+            retain_graph: keep the graph, to go backward again.
+
+        Raises:
+            RpcError: the value is no tensor, or this node is not the owner and names no context.
+            Exception: what `mesh.autograd.backward` raises.
+        """
+        from mesh.autograd import api
+
+        if dist_autograd_ctx_id == -1 and not self.is_owner():
+            raise RpcError(
+                "RRef.backward()",
+                peer=self._agent.label(self.owner_id),
+                why="User RRefs require 'dist_autograd_ctx_id' to be specified",
+                fix="Go backward in a context: with mesh.autograd.context() as context_id.",
+            )
+        api.backward_from(self._agent, self, dist_autograd_ctx_id, retain_graph)
+
     async def fetch(self, timeout: float | None = None) -> _Value:
         """Return the same as `to_here`, as a coroutine for the node's event loop."""
         value: _Value = await self._agent.fetch(self, timeout)

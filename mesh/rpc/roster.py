@@ -12,6 +12,7 @@ import re
 import time
 from datetime import timedelta
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from auth import IdentityError, NodeId, SocketAddress
@@ -86,6 +87,9 @@ class Roster:
         store: the job's own part of a c10d store.
         name, rank: this worker's.
         size: how many workers there are; None for a job that others join as they come.
+
+    Attributes:
+        cuda_devices: how many each worker that was found has.
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int | None) -> None:
@@ -103,6 +107,7 @@ class Roster:
         self._known: dict[int | str, WorkerInfo] = {}
         self._where: dict[NodeId, tuple[SocketAddress, ...]] = {}
         self._complete = False
+        self.cuda_devices: dict[str, int] = {}
 
     def publish(self, node_id: NodeId, addresses: tuple[SocketAddress, ...]) -> None:
         """Tell the others who this worker is and where.
@@ -125,6 +130,7 @@ class Roster:
             "rank": self._rank,
             "node": str(node_id),
             "addresses": where,
+            "cuda": torch.cuda.device_count(),
         }
         data = cbor.encode(record, max_size=RECORD_BYTES)
         for key in (f"name/{self._name}", f"rank/{self._rank}"):
@@ -228,8 +234,10 @@ class Roster:
                     "rank": int(rank),
                     "node": str(node),
                     "addresses": [*texts],
+                    "cuda": int(count),
                 } if who in (name, rank) and len(texts) <= MAX_ADDRESSES:
                     where = tuple(parse_address(str(text)) for text in texts)
+                    self.cuda_devices[name] = count
                     return WorkerInfo(name, rank, NodeId.parse(node)), where
         except (ProtocolError, IdentityError, AddressError, RpcError) as error:
             raise _wrong(who, str(error)) from error

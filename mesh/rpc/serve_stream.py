@@ -17,6 +17,7 @@ from auth import MeshError
 from mesh.rpc.carriage import Room, beside, together
 from mesh.rpc.errors import PickleRefused, Unsendable
 from mesh.rpc.exceptions import encode_exception
+from mesh.rpc.links import current_context
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.sources import Source, source_of
@@ -135,7 +136,9 @@ class StreamService:
 
     async def _serve(self, incoming: Incoming) -> None:
         request, stream = Request.decode(incoming.value), incoming.stream
-        if request.create is not None or request.target.kind in ("fetch", "operator"):
+        current_context.set(None)  # that of whoever made the connection, if it had one
+        not_here = ("fetch", "operator", "gradients", "backward")
+        if request.create is not None or request.target.kind in not_here:
             raise ProtocolError("a stream of items", why=f"a {request.target} gives none")
         stream.timeout = float("inf")  # a reader may think for hours
         reading = _Reading(incoming, self._parts)
@@ -156,7 +159,8 @@ class StreamService:
             if request.target.kind == "function":
                 self._agent.exposures.callable(request.target.name)  # before tensors come in vain
             parts = await self._parts.receive(peer.node_id, request)
-            tensors = together(request.beside, parts)
+            what = request.beside
+            tensors = await self._agent.placement.ordered(together(what, parts), what.devices)
             async with anyio.create_task_group() as tasks:
 
                 async def listen() -> None:

@@ -23,20 +23,28 @@ from mesh.rpc.errors import (
 )
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
-from mesh.rpc.operators import MAX_RESULT_BYTES, call_operator, check_operator
+from mesh.rpc.links import Link
+from mesh.rpc.operators import (
+    MAX_RESULT_BYTES,
+    call_operator,
+    check_operator,
+    is_prompt,
+    may_be_prompt,
+)
 from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
+from mesh.rpc.placement import own_device
 from mesh.rpc.serve_stream import StreamService
 from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.sources import is_generator
-from mesh.rpc.values import Packed, Packer, Unpacker, refuse_pickle
+from mesh.rpc.values import Packed, Packer, Received, Unpacker, refuse_pickle
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
 from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded
-from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
+from transport import NOT_NOW, AppCode, CborValue, Endpoint, Incoming, NotNow, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
@@ -62,7 +70,9 @@ class RpcService:
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers whose grant has the scope for it."""
-        endpoint.register_call(wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE)
+        endpoint.register_call(
+            wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE, prompt=self._answer_now
+        )
         endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
         self.streams.register(endpoint)
@@ -77,19 +87,29 @@ class RpcService:
         """
         me, mine = self._self()
         try:
-            value = await self._run(request, _copies(tensors), me, mine)
+            copies = await self._agent.placement.ordered(_copies(tensors), request.beside.devices)
+            value = await self._run(request, copies, me, mine)
         except _Raised as raised:
             raise raised.error from None
         if stays:
             return value
-        return await self.copied(value)
+        return await self.copied(value, request.link)
 
-    async def copied(self, value: Any) -> Any:
+    async def copied(self, value: Any, asked: Link | None = None) -> Any:
         """Return a result of a node's own as another node would get it. Raises `Unsendable`."""
         me, mine = self._self()
         packed = await self.packed(value, Outgoing(self._agent, me.node_id))
-        results = [each.detach().clone() for each in packed.tensors]
-        return (await self._unpacked(packed.items, results, me, mine, count=1))[0]
+        received = None
+        if asked is not None:
+            link = self._agent.autograd.leaving(me.node_id, packed.differentiable)
+            received = self._agent.autograd.answered(me.node_id, asked, link)
+        results = await self._agent.placement.answered(
+            _copies(packed.tensors),
+            [own_device(each.device) for each in packed.tensors],
+            me.node_id,
+        )
+        values = await self._unpacked(packed.items, results, me, mine, count=1, received=received)
+        return values[0]
 
     async def found_by_self(self, request: Request, tensors: Sequence[torch.Tensor]) -> Found:
         """Return the same as `found` for a node's request to itself."""
@@ -116,7 +136,12 @@ class RpcService:
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
-            ended = await self._ended(request, together(request.beside, parts), incoming)
+            tensors = await self._agent.placement.ordered(
+                together(request.beside, parts), request.beside.devices
+            )
+            with self._agent.autograd.joined(request.link, peer.node_id):
+                ended, link = await self._ended(request, tensors, incoming)
+            del tensors
             del parts
         if isinstance(ended, Answer):
             return ended.encode()
@@ -124,7 +149,38 @@ class RpcService:
         key = b""
         if what.apart:
             key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
-        return Answer(ended.items, what, key).encode()
+        return Answer(ended.items, what, key, link=link).encode()
+
+    def _answer_now(self, incoming: Incoming) -> CborValue | NotNow:
+        """Answer a call of an operator that takes a moment; for no other, and do nothing then."""
+        match incoming.value:
+            case {"target": {"kind": "operator", "name": str(name)}, "items": list(items)} if (
+                may_be_prompt(name) and all(_is_simple(item) for item in items)
+            ):
+                request = Request.decode(incoming.value)
+            case _:
+                return NOT_NOW
+        beside_cpu = any(request.beside.devices)
+        if request.key or request.create is not None or request.link is not None or beside_cpu:
+            return NOT_NOW
+        agent, peer, grant = self._agent, incoming.peer, incoming.grant
+        tensors = together(request.beside, {})
+        refs = IncomingRefs(agent, peer)
+        unpacker = Unpacker(request.items, tensors, agent.types, refs, agent.exposures)
+        args, kwargs = _checked([unpacker.unpack(), unpacker.unpack()])
+        unpacker.finish()
+        if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
+            return NOT_NOW
+        try:
+            value = call_operator(name, args, kwargs, max_bytes=_bound(grant))
+        except Exception as error:
+            return Answer(error=encode_exception(error)).encode()
+        packer = Packer(agent.types, Outgoing(agent, peer.node_id))
+        packer.pack(value, "the result")
+        packed = packer.packed
+        what = beside(packed.tensors)
+        key = self._parts.offer(peer.node_id, grant, packed.tensors, what) if what.apart else b""
+        return Answer(packed.items, what, key).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
         notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
@@ -147,16 +203,16 @@ class RpcService:
 
     async def _ended(
         self, request: Request, tensors: Sequence[torch.Tensor], incoming: Incoming
-    ) -> Packed | Answer:
+    ) -> tuple[Packed | Answer, Link | None]:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
         try:
             if request.create is not None:
                 await self._begin(request, tensors, incoming, request.create)
-                return await self.packed(None, Outgoing(self._agent, peer.node_id))
+                return await self.packed(None, Outgoing(self._agent, peer.node_id)), None
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
-            return Answer(error=encode_exception(raised.error))
+            return Answer(error=encode_exception(raised.error)), None
         refs = Outgoing(self._agent, peer.node_id)
         try:
             packed = await self.packed(value, refs)
@@ -165,8 +221,8 @@ class RpcService:
             refs.undo()
             if isinstance(error, Unsendable):
                 error.what = f"sending of the result of {request.target}"
-            return Answer(error=encode_exception(error))
-        return packed
+            return Answer(error=encode_exception(error)), None
+        return packed, self._agent.autograd.leaving(peer.node_id, packed.differentiable)
 
     async def _begin(
         self,
@@ -177,7 +233,7 @@ class RpcService:
     ) -> None:
         """Begin a call whose result stays here, for its caller to refer to."""
         peer, grant = incoming.peer, incoming.grant
-        if request.target.kind == "fetch":
+        if request.target.kind in ("fetch", "gradients", "backward"):
             raise NotExposed(str(request.target), why="its result can't become a reference")
         if request.target.kind == "method":  # which is not there, is said at once
             await self._method(request, peer, grant)
@@ -236,14 +292,24 @@ class RpcService:
         values = await self._arguments(request, tensors, peer, grant)
         args, kwargs = values[-2:]
         if target.kind == "operator":
-            bound = MAX_RESULT_BYTES
-            if grant is not None and grant.quotas.max_bytes is not None:
-                bound = min(bound, grant.quotas.max_bytes)
             function: _Function = lambda: call_operator(  # noqa: E731
-                target.name, args, kwargs, max_bytes=bound
+                target.name, args, kwargs, max_bytes=_bound(grant)
             )
+            if is_prompt(target.name, args, kwargs):
+                try:
+                    return function()
+                except Exception as error:
+                    raise _Raised(error) from error
             return await self._within(
                 request, lambda: self._agent.workers.run(peer.node_id, function)
+            )
+        if target.kind == "gradients":
+            self._agent.autograd.take(peer.node_id, args)
+            return None
+        if target.kind == "backward":
+            outcome = self._owned(target.key, peer).outcome
+            return await self._within(
+                request, lambda: self._agent.autograd.backward_from(outcome, peer.node_id, args)
             )
         found = await self._callee(request, values, peer, grant)
         return await self._within(request, lambda: self._called(request, found, args, kwargs, peer))
@@ -277,13 +343,11 @@ class RpcService:
     ) -> list[Any]:
         """Return the arguments of a request, a tuple and a dict; before them what is pickled."""
         count = 3 if request.target.kind == "pickled" else 2
-        values = await self._unpacked(request.items, tensors, peer, grant, count=count)
-        args, kwargs = values[-2:]
-        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-            raise ProtocolError("a call", why="its arguments are no tuple and dict")
-        if any(not isinstance(name, str) for name in kwargs):
-            raise ProtocolError("a call", why="the name of an argument is no text")
-        return values
+        received = self._agent.autograd.arriving(peer.node_id, request.link)
+        values = await self._unpacked(
+            request.items, tensors, peer, grant, count=count, received=received
+        )
+        return _checked(values)
 
     async def _callee(
         self, request: Request, values: list[Any], peer: PeerIdentity, grant: Grant | None
@@ -322,7 +386,8 @@ class RpcService:
                 return await _completed(self._agent, result)
             return result
         except Exception as error:
-            _log.warning("%s by %s: %r", request.target, self._agent.label(peer.node_id), error)
+            who = self._agent.label(peer.node_id)
+            _log.warning("%s by %s: %s", request.target, who, f"{error!r:.200}")
             raise
 
     async def _within(self, request: Request, work: Callable[[], Awaitable[Any]]) -> Any:
@@ -389,10 +454,17 @@ class RpcService:
         grant: Grant | None,
         *,
         count: int,
+        received: Received | None = None,
     ) -> list[Any]:
         agent, refs = self._agent, IncomingRefs(self._agent, peer)
         unpacker = Unpacker(
-            items, tensors, agent.types, refs, agent.exposures, pickles=may_unpickle(grant)
+            items,
+            tensors,
+            agent.types,
+            refs,
+            agent.exposures,
+            pickles=may_unpickle(grant),
+            received=received,
         )
         return await unpacker.unpack_all(count)
 
@@ -403,6 +475,27 @@ class _Raised(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
+
+
+def _checked(values: list[Any]) -> list[Any]:
+    """Return what a request holds, the last two of which must be a tuple and a dict."""
+    args, kwargs = values[-2:]
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise ProtocolError("a call", why="its arguments are no tuple and dict")
+    if any(not isinstance(name, str) for name in kwargs):
+        raise ProtocolError("a call", why="the name of an argument is no text")
+    return values
+
+
+def _is_simple(item: CborValue) -> bool:
+    """Return whether an item is a number, a text, a tensor, or what is made of those."""
+    return not isinstance(item, list) or (bool(item) and item[0] in ("t", "l", "d", "T"))
+
+
+def _bound(grant: Grant | None) -> int:
+    """Return how many bytes an operator's result may have."""
+    granted = None if grant is None else grant.quotas.max_bytes
+    return MAX_RESULT_BYTES if granted is None else min(MAX_RESULT_BYTES, granted)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

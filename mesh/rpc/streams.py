@@ -82,7 +82,7 @@ class RemoteIterator:
                 raise
             except BaseException as error:
                 await self._end("an earlier item of it was not got", error)
-                self._agent.name_in(error, self._what)
+                self._agent.asking.name_in(error, self._what)
                 raise
 
     async def aclose(self) -> None:
@@ -127,8 +127,12 @@ class RemoteIterator:
         if answer.error is not None:
             raise decode_exception(answer.error, peer=self._label, what=self._what)
         connection = self._stream.connection
-        parts = await self._agent.fetch_parts(connection, answer)
-        return await self._agent.value_of(answer.items, together(answer.beside, parts), connection)
+        parts = await self._agent.asking.fetch_parts(connection, answer)
+        what = answer.beside
+        tensors = await self._agent.placement.answered(
+            together(what, parts), what.devices, self._to
+        )
+        return await self._agent.asking.value_of(answer.items, tensors, connection)
 
     async def _ask(self, stream: Stream) -> None:
         self._count += 1
@@ -141,10 +145,10 @@ class RemoteIterator:
         target = await self._find()
         self._what = f"stream of {target.name or target.kind!r}"
         outgoing = Outgoing(agent, self._to)
-        packed = agent.packed(target, outgoing, self._args, self._kwargs, self._function)
+        packed = agent.asking.packed(target, outgoing, self._args, self._kwargs, self._function)
         try:
             await outgoing.settle()
-            what = beside(packed.tensors)
+            what = beside(packed.tensors, self._agent.placement.towards(self._to))
             key = new_id() if what.apart else b""
             request = Request(target, packed.items, what, self._seconds, key=key)
             if self._to == agent.node_id:

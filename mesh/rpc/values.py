@@ -8,7 +8,7 @@ is, and which may be followed by the items of its parts:
     ["d", n]                                   dict: n keys and values follow in turn
     ["T", i]  ["P", i]                         tensor, parameter: number i of those beside
     ["B", i]  ["S", i]                         bytes, text too long to stand here: likewise
-    ["C", shape, coalesced]                    sparse COO tensor: its indices and values follow
+    ["C", shape, coalesced, wants_gradient]    sparse COO tensor: its indices and values follow
     ["r", name, fields]                        dataclass, named tuple: its fields' values follow
     ["e", name, member]                        member of an enumeration
     ["i", hex]  ["c", re, im]  ["z", sizes]    large integer, complex number, torch.Size
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -39,11 +39,14 @@ from mesh.rpc.workers import aside
 from tensor_bridge import TensorError, describe, dtype_name, dtype_of, tensor_bytes
 from transport import CborValue, ProtocolError
 
+Received: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
 __all__ = [
     "MAX_DEPTH",
     "MAX_ITEMS",
     "Packed",
     "Packer",
+    "Received",
     "RefReader",
     "RefWriter",
     "Unpacker",
@@ -79,10 +82,12 @@ class Packed:
     Attributes:
         items: the value, without the content of its tensors.
         tensors: strided tensors, each once however often the value has it.
+        differentiable: the tensors that want gradients: those of `tensors`, then the sparse ones.
     """
 
     items: list[CborValue]
     tensors: list[torch.Tensor]
+    differentiable: list[torch.Tensor]
 
 
 class RefWriter(Protocol):
@@ -118,6 +123,7 @@ class Packer:
         self._refs = refs
         self._items: list[CborValue] = []
         self._tensors: list[torch.Tensor] = []
+        self._sparse: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
         self._open: set[int] = set()
         self._room = INLINE_TOTAL
@@ -133,7 +139,8 @@ class Packer:
     @property
     def packed(self) -> Packed:
         """All values added so far, as one message."""
-        return Packed(self._items, self._tensors)
+        dense = [tensor for tensor in self._tensors if tensor.requires_grad]
+        return Packed(self._items, self._tensors, dense + self._sparse)
 
     def _pack(self, value: Any, path: str, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -262,7 +269,9 @@ class Packer:
     def _tensor(self, value: torch.Tensor, path: str, depth: int) -> None:
         if value.layout is torch.sparse_coo and type(value) is torch.Tensor:
             plain = value.detach()
-            self._items.append(["C", list(value.shape), value.is_coalesced()])
+            if value.requires_grad:
+                self._sparse.append(value)
+            self._items.append(["C", list(value.shape), value.is_coalesced(), value.requires_grad])
             self._pack(plain._indices(), f"{path}.indices()", depth + 1)
             self._pack(plain._values(), f"{path}.values()", depth + 1)
             return
@@ -305,6 +314,11 @@ class Unpacker:
         types, refs: as `Packer`.
         exposures: what functions and classes a name may stand for.
         pickles: read pickles, which run code of their writer's.
+        received: makes of the tensors that want gradients, in the order of `Packed`, what stands
+            for them here.
+
+    Raises:
+        ProtocolError: a sparse tensor that wants a gradient is malformed.
     """
 
     def __init__(
@@ -316,14 +330,18 @@ class Unpacker:
         exposures: Exposures,
         *,
         pickles: bool = False,
+        received: Received | None = None,
     ) -> None:
         self._pickles = pickles
         self._items = items
-        self._tensors = tensors
+        self._tensors = list(tensors)
+        self._linked: dict[int, torch.Tensor] = {}
         self._types = types
         self._refs = refs
         self._exposures = exposures
         self._next = 0
+        if received is not None:
+            self._link(received)
 
     def unpack(self) -> Any:
         """Return the next value.
@@ -338,6 +356,23 @@ class Unpacker:
         """Refuse what is left over."""
         if self._next != len(self._items):
             raise _malformed("items follow the last value")
+
+    def _link(self, received: Received) -> None:
+        """Put in place of the tensors that want gradients what `received` makes of them."""
+        dense = [number for number, each in enumerate(self._tensors) if each.requires_grad]
+        places = []
+        sparse = []
+        for place, item in enumerate(self._items):
+            match item:
+                case ["C", _, _, True]:
+                    self._next = place
+                    sparse.append(self._unpack(0))
+                    places.append(place + 1)
+        self._next = 0
+        linked = received([*(self._tensors[number] for number in dense), *sparse])
+        for number, tensor in zip(dense, linked, strict=False):
+            self._tensors[number] = tensor
+        self._linked = dict(zip(places, linked[len(dense) :], strict=True))
 
     async def unpack_all(self, count: int) -> list[Any]:
         """Return all values, which have to be `count`; pickles are read in a thread.
@@ -376,13 +411,15 @@ class Unpacker:
             case ["T", int(number)]:
                 return self._tensor(number)
             case ["P", int(number)]:
-                return _parameter(self._tensor(number))
+                tensor = self._tensor(number)
+                # What is part of a graph can be no leaf of its own.
+                return _parameter(tensor) if tensor.grad_fn is None else tensor
             case ["B", int(number)]:
                 return self._data(number)
             case ["S", int(number)]:
                 return self._text(number)
-            case ["C", list(shape), bool(coalesced)]:
-                return self._sparse(shape, coalesced, depth)
+            case ["C", list(shape), bool(coalesced), bool(wants_gradient)]:
+                return self._sparse(shape, coalesced, wants_gradient, depth)
             case ["r", str(name), list(fields)]:
                 values = self._parts(len(fields), depth)
                 return self._types.record(name, dict(zip(map(_word, fields), values, strict=True)))
@@ -452,15 +489,20 @@ class Unpacker:
             [self._refs.unpack(each) for each in refs if isinstance(each, list)],
         )
 
-    def _sparse(self, shape: list[CborValue], coalesced: bool, depth: int) -> torch.Tensor:
+    def _sparse(
+        self, shape: list[CborValue], coalesced: bool, wants_gradient: bool, depth: int
+    ) -> torch.Tensor:
+        place = self._next
         indices, values = self._parts(2, depth)
+        if place in self._linked:
+            return self._linked[place]
         if not isinstance(indices, torch.Tensor) or not isinstance(values, torch.Tensor):
             raise _malformed("a sparse tensor of no tensors")
         try:
             # Checked: torch's kernels believe the indices, and would write wherever they say.
             return torch.sparse_coo_tensor(
                 indices, values, _sizes(shape), check_invariants=True, is_coalesced=coalesced
-            )
+            ).requires_grad_(wants_gradient)
         except (RuntimeError, ValueError, TypeError) as error:
             raise _malformed(f"a sparse tensor that is none ({error!s:.120})") from error
 

@@ -15,15 +15,18 @@ stream; an `Answer` that is an error is its last.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Self
 
 from auth import IdentityError, NodeId
+from mesh.rpc.links import Link
 from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS, has_pickle
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_LANE, lanes_of
-from transport import CborValue
+from transport import CborValue, cbor
+from transport.frames import MAX_FRAME
 
 __all__ = [
     "CALL_SERVICE",
@@ -54,10 +57,16 @@ ID_BYTES = 16
 """Of references, of forks of them, and of messages with large tensors."""
 
 MAX_NAME = 256
+MAX_DEVICE = 32
 MAX_NOTES = 1024
 """Most entries of each kind in one `RefNotes`."""
 
 MAX_SECONDS = 1e9
+
+SHORT_META = 128
+KEPT_METAS = 1024
+"""Descriptions of tensors up to that many bytes are kept, so many: programs send the same again and
+again, and to read one costs more than all the rest of a short message."""
 
 MAX_WANTED = 1 << 62
 """Most items of one stream."""
@@ -70,10 +79,13 @@ class Beside:
     Attributes:
         metas: one for each.
         inline: the bytes of each, None where they travel apart.
+        devices: of a request, the reader's device that each is to be put on; of an answer, the
+            writer's that it was on; None for the CPU. See `mesh.rpc.placement`.
     """
 
     metas: tuple[TensorMeta, ...] = ()
     inline: tuple[bytes | None, ...] = ()
+    devices: tuple[str | None, ...] = ()
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -87,24 +99,29 @@ class Beside:
 
     def encode(self) -> list[CborValue]:
         """Return them as they travel."""
-        pairs = zip(self.metas, self.inline, strict=True)
-        return [[encode_meta(meta), data] for meta, data in pairs]
+        found: list[CborValue] = []
+        for meta, data, device in zip(self.metas, self.inline, self.devices, strict=True):
+            end: list[CborValue] = [] if device is None else [device]
+            found.append([_meta_bytes(meta), data, *end])
+        return found
 
     @classmethod
     def decode(cls, fields: Fields, name: str) -> Self:
         """Take them out of `fields`."""
         metas: list[TensorMeta] = []
         inline: list[bytes | None] = []
+        devices: list[str | None] = []
         for item in fields.items(name, MAX_TENSORS):
             match item:
-                case [meta, bytes() | None as data]:
-                    metas.append(decode_meta(meta))
+                case [bytes(meta), bytes() | None as data, *end] if len(end) <= 1:
+                    metas.append(_meta_of(meta) if len(meta) <= SHORT_META else _read_meta(meta))
+                    devices.append(_device(fields, end[0]) if end else None)
                     if data is not None and len(data) != metas[-1].nbytes:
                         raise fields.wrong("a tensor of another length than it should have")
                     inline.append(data)
                 case _:
-                    raise fields.wrong("a tensor is a description and its bytes")
-        return cls(tuple(metas), tuple(inline))
+                    raise fields.wrong("a tensor is a description, its bytes, and a device")
+        return cls(tuple(metas), tuple(inline), tuple(devices))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,9 +129,10 @@ class Target:
     """What is to be called.
 
     Attributes:
-        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"`` or ``"pickled"``.
+        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"``, ``"pickled"``, or, of
+            distributed autograd, ``"gradients"`` or ``"backward"``.
         name: of the function, operator or method; empty for the others.
-        key: the reference of a method or a fetch.
+        key: the reference of a method, a fetch or a backward.
     """
 
     kind: str
@@ -123,11 +141,11 @@ class Target:
 
     def encode(self) -> dict[str, CborValue]:
         """Return it as it travels."""
-        value: dict[str, CborValue] = {"kind": self.kind}
+        # In the order of deterministic CBOR, here and below: nobody has to sort it then.
+        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
+        value["kind"] = self.kind
         if self.name:
             value["name"] = self.name
-        if self.key:
-            value["key"] = self.key
         return value
 
     @classmethod
@@ -148,6 +166,10 @@ class Target:
             return "fetch of a reference"
         if self.kind == "pickled":
             return "call of a pickled function"
+        if self.kind == "gradients":
+            return "sending of gradients"
+        if self.kind == "backward":
+            return "backward from a reference"
         return f"call of {self.kind} {self.name!r}"
 
 
@@ -157,6 +179,8 @@ _KINDS = {
     "method": (True, True),
     "fetch": (False, True),
     "pickled": (False, False),
+    "gradients": (False, False),
+    "backward": (False, True),
 }
 
 
@@ -172,6 +196,7 @@ class Request:
         seconds: how long it may take; 0 for as long as it likes.
         create: the reference that the result is to become, and the caller's fork of it.
         key: what its large tensors travel under; empty if there are none.
+        link: the autograd context that it was sent in, if any.
     """
 
     target: Target
@@ -180,19 +205,20 @@ class Request:
     seconds: float
     create: Fork | None = None
     key: bytes = b""
+    link: Link | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {
-            "target": self.target.encode(),
-            "items": self.items,
-            "tensors": self.beside.encode(),
-            "seconds": self.seconds,
-        }
+        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
+        value["items"] = self.items
         if self.create is not None:
             value["create"] = self.create.encode()
-        if self.key:
-            value["key"] = self.key
+        value["target"] = self.target.encode()
+        whole = int(self.seconds)
+        value["seconds"] = whole if whole == self.seconds else self.seconds
+        value["tensors"] = self.beside.encode()
+        if self.link is not None:
+            value["autograd"] = self.link.encode()
         return value
 
     @classmethod
@@ -203,12 +229,13 @@ class Request:
         items = fields.items("items", MAX_ITEMS)
         beside = Beside.decode(fields, "tensors")
         seconds = fields.value("seconds")
-        if not isinstance(seconds, float) or not 0 <= seconds <= MAX_SECONDS:
+        if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_SECONDS:  # type: ignore[operator]
             raise fields.wrong("'seconds' is no time limit")
         create = Fork.decode(fields.value("create")) if fields.has("create") else None
         key = _key(fields, beside)
+        link = _link(fields)
         fields.finish()
-        return cls(target, items, beside, seconds, create, key)
+        return cls(target, items, beside, float(seconds), create, key, link)  # type: ignore[arg-type]
 
     @property
     def has_pickle(self) -> bool:
@@ -230,20 +257,24 @@ class Answer:
         beside: its tensors.
         key: what its large tensors can be fetched under; empty if there are none.
         error: what the function raised, as `encode_exception` writes it; then there is no result.
+        link: the autograd context that its tensors are recorded in, if any.
     """
 
     items: list[CborValue] = dataclasses.field(default_factory=list)
     beside: Beside = Beside()
     key: bytes = b""
     error: CborValue = None
+    link: Link | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
         if self.error is not None:
             return {"error": self.error}
-        value: dict[str, CborValue] = {"items": self.items, "tensors": self.beside.encode()}
-        if self.key:
-            value["key"] = self.key
+        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
+        value["items"] = self.items
+        value["tensors"] = self.beside.encode()
+        if self.link is not None:
+            value["autograd"] = self.link.encode()
         return value
 
     @classmethod
@@ -255,7 +286,7 @@ class Answer:
         else:
             items = fields.items("items", MAX_ITEMS)
             beside = Beside.decode(fields, "tensors")
-            answer = cls(items, beside, _key(fields, beside))
+            answer = cls(items, beside, _key(fields, beside), link=_link(fields))
         fields.finish()
         return answer
 
@@ -424,6 +455,28 @@ class RefNotes:
         if len(left) != len(keys):
             raise fields.wrong("'left' must be keys")
         return cls(shared, confirmed, dropped, left)
+
+
+def _link(fields: Fields) -> Link | None:
+    return Link.decode(fields.value("autograd")) if fields.has("autograd") else None
+
+
+def _device(fields: Fields, value: CborValue) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_DEVICE:
+        raise fields.wrong(f"a device is a name of 1 to {MAX_DEVICE} characters")
+    return value
+
+
+@functools.lru_cache(KEPT_METAS)
+def _meta_bytes(meta: TensorMeta) -> bytes:
+    return cbor.encode(encode_meta(meta), max_size=MAX_FRAME)
+
+
+def _read_meta(data: bytes) -> TensorMeta:
+    return decode_meta(cbor.decode(data, max_size=MAX_FRAME))
+
+
+_meta_of = functools.lru_cache(KEPT_METAS)(_read_meta)
 
 
 def _key(fields: Fields, beside: Beside) -> bytes:

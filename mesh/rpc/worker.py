@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +17,8 @@ from mesh import blocking
 from mesh.rpc.agent import Agent
 from mesh.rpc.errors import RpcError, RpcTimeout
 from mesh.rpc.futures import CallFuture
+from mesh.rpc.links import like_this_thread
+from mesh.rpc.placement import DeviceMap, Placement, check_maps
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.threads import Completer
 
@@ -35,6 +38,7 @@ class Worker:
         agent: the node's.
         roster: who takes part.
         me: this worker.
+        device_maps: for each worker that is called, by name.
         owns_node: whether the node ends with it.
 
     Attributes:
@@ -42,7 +46,14 @@ class Worker:
     """
 
     def __init__(
-        self, node: blocking.Node, agent: Agent, roster: Roster, me: WorkerInfo, *, owns_node: bool
+        self,
+        node: blocking.Node,
+        agent: Agent,
+        roster: Roster,
+        me: WorkerInfo,
+        *,
+        device_maps: Mapping[str, DeviceMap],
+        owns_node: bool,
     ) -> None:
         self.node = node
         self.agent = agent
@@ -50,6 +61,8 @@ class Worker:
         self.me = me
         self.is_ending = False
         self._owns_node = owns_node
+        self._device_maps = device_maps
+        agent.placement.map_to = self._map_to
         self._completer = Completer(f"mesh-rpc-{me.name}")
         self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()
@@ -60,12 +73,16 @@ class Worker:
         Raises:
             RpcTimeout: they did not come.
             RpcError: another has this worker's name or rank, or one was lost meanwhile.
+            ValueError: a device map names a worker or a device that there is not.
         """
         self.roster.publish(self.me.node_id, self.node.addresses)
         if self.roster.size is None:
             return
         end = time.monotonic() + max(self.agent.timeout, FIND_SECONDS)
-        self._meet(self.roster.everybody(end - time.monotonic()))
+        everybody = self.roster.everybody(end - time.monotonic())
+        devices = self.agent.placement.devices
+        check_maps(self.me.name, self._device_maps, devices, self.roster.cuda_devices)
+        self._meet(everybody)
         self.roster.say("met", "")
         self.hear("met", end, "init_rpc")
 
@@ -107,18 +124,33 @@ class Worker:
     def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> CallFuture[Any]:
         """Run a coroutine in the node's loop; return a future that callbacks may be added to."""
         future: CallFuture[Any] = CallFuture()
-        begun = self.node.portal.start_task_soon(call)
+        here = contextvars.copy_context()  # for callbacks, which may call on
+        with like_this_thread():
+            begun = self.node.portal.start_task_soon(call)
         with self._lock:
             self._pending.add(begun)
 
         def ended(done: Future[Any]) -> None:
             compute = functools.partial(self.agent.bridge.wait, done)
-            self._completer.submit(lambda: future.complete(compute))
+            self._completer.submit(lambda: here.run(future.complete, compute))
             with self._lock:
                 self._pending.discard(done)
 
         begun.add_done_callback(ended)
         return future
+
+    def wait_for(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine in the node's loop and return its result; `close` ends it."""
+        if self.agent.bridge.is_here:
+            return self.agent.bridge.block_on(call)  # which says why it can't
+        begun = self.node.portal.start_task_soon(call)
+        with self._lock:
+            self._pending.add(begun)
+        try:
+            return self.agent.bridge.wait(begun)
+        finally:
+            with self._lock:
+                self._pending.discard(begun)
 
     def find(self, to: str | int | WorkerInfo | NodeId) -> NodeId:
         """Return the node of a worker.
@@ -159,9 +191,16 @@ class Worker:
             pending = tuple(self._pending)
         for future in pending:
             future.cancel()
+        self.agent.placement = Placement()
         if self._owns_node:
             self.node.close()  # another's own goes on to answer
         self._completer.close(CLOSE_SECONDS)
+
+    def _map_to(self, node_id: NodeId) -> DeviceMap:
+        if not self._device_maps:
+            return {}
+        info = self.me if node_id == self.me.node_id else self.roster.of_node(node_id)
+        return self._device_maps.get(info.name, {}) if info is not None else {}
 
     def _meet(self, workers: Iterable[WorkerInfo]) -> None:
         """Connect with workers that were found, so that the loss of one is noticed from now on."""

@@ -65,25 +65,25 @@ class Workers:
             )
         await self._turn(peer)
         self._busy += 1
-        # Whoever has it first: the thread that begins, or the caller that gives up before.
-        claim = threading.Lock()
+        turn = _Claim()
 
         def work() -> _Result | None:
-            if not claim.acquire(blocking=False):
+            if not turn.begin():
                 return None
             _here.workers = self
             try:
                 return function()
             finally:
                 _here.workers = None
-                self._call_soon(self._ended)
+                if turn.ended():
+                    self._call_soon(self._ended)
 
         try:
             result = await anyio.to_thread.run_sync(
                 work, limiter=self._unlimited, abandon_on_cancel=True
             )
         finally:
-            if claim.acquire(blocking=False):
+            if turn.left():
                 self._ended()
         return cast("_Result", result)
 
@@ -133,12 +133,41 @@ class Workers:
         self._free -= 1
 
 
+class _Claim:
+    """Whether a thread runs a function, and whether its caller still waits: who is last, counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._is_left = False
+
+    def begin(self) -> bool:
+        """The thread: whether to run at all."""
+        with self._lock:
+            self._is_running = not self._is_left
+            return self._is_running
+
+    def ended(self) -> bool:
+        """The thread, after it has run: whether nobody waits for it any more."""
+        with self._lock:
+            self._is_running = False
+            return self._is_left
+
+    def left(self) -> bool:
+        """The caller, as it goes on: whether nothing runs any more."""
+        with self._lock:
+            self._is_left = True
+            return not self._is_running
+
+
 async def aside(function: Callable[[], _Result]) -> _Result:
     """Return what `function` does in a thread that does not count among workers.
 
-    For what is short, but not the library's own, such as how a program's class is pickled.
+    For what is short, but not the library's own, such as how a program's class is pickled. Who is
+    cancelled does not wait for its end.
     """
-    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+    limiter = anyio.CapacityLimiter(1)
+    return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
 
 
 class _Here(threading.local):

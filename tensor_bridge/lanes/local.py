@@ -29,8 +29,9 @@ __all__ = ["LocalLane", "is_here", "note"]
 PIECE = 1 << 20
 """Bytes copied before others on the event loop have their turn: a fifth of a millisecond."""
 
-TELL_BYTES = 4 << 20
-"""After so many the sender is told how far the receiver is."""
+MOST_UNTOLD = 64 << 20
+"""The sender is told how far the receiver is after the first piece, then after twice as much more,
+and so on up to this: a message takes as long as to copy megabytes."""
 
 
 class LocalLane:
@@ -92,7 +93,7 @@ class LocalLane:
 
     async def _read(self, place: Place, moved: Callable[[int], object]) -> None:
         loan = _loans.get(Lent.decode(await receive_message(self._stream)).key)
-        nbytes, read, told = place.nbytes, 0, 0
+        nbytes, read, told, step = place.nbytes, 0, 0, PIECE
         if loan is not None and loan.nbytes != nbytes:
             raise self._broken("its memory is not as long as the move")
         room = place.room
@@ -103,9 +104,9 @@ class LocalLane:
                 raise self._broken("memory that is not there")
             read += size
             moved(size)
-            if read == nbytes or read - told >= TELL_BYTES:
+            if read == nbytes or read - told >= step:
                 await self._stream.send_message(Moved(read).encode())
-                told = read
+                told, step = read, min(2 * step, MOST_UNTOLD)
             else:
                 await anyio.lowlevel.checkpoint()
 

@@ -7,7 +7,7 @@ PUBLIC = {
     *("AccessDenied", "IdentityError", "KeyFileError", "MeshError", "TicketError", "TokenRefused"),
     *("AccessRequest", "ConnectRequest", "FetchRequest", "MintRequest", "ServiceRequest"),
     *("Authorizer", "AuthorizedKey", "AuthorizedKeys", "Credential", "Stage"),
-    *("allow_any", "any_of", "decide", "deny_all"),
+    *("allow_any", "any_of", "decide", "decide_now", "deny_all"),
     *("all_of", "by_alpn", "by_service", "callback"),
     *("Challenge", "SharedSecret"),
     *("Capability", "Claim", "TokenBook", "TokenFacts", "TokenLimits", "TokenState"),

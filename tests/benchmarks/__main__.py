@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.benchmarks import collectives, delay, host, memory, namespaces, report
+from tests.benchmarks import collectives, delay, device, host, memory, namespaces, report, rpc
 from tests.benchmarks.compare import Options, Row, Shown
 from tests.benchmarks.loopback import Bulk, Small
 
@@ -19,10 +19,12 @@ PARTS = {
     "small": Small(),
     "bulk": Bulk(),
     "host": host,
+    "rpc": rpc,
     "collectives": collectives,
     "namespaces": namespaces,
     "delay": delay,
     "memory": memory,
+    "device": device,
 }
 
 

@@ -1,7 +1,8 @@
 """``collectives``: ``torch.distributed`` among ranks of one host, beside gloo.
 
 Synchronous calls as a training program makes them, through all of torch's own layers. Each turn is
-as many calls as fit into a fraction of a second; what is shown is the time of one.
+as many calls as fit into a fraction of a second; what is shown is the time of one. A step of a
+training is one with gradients of `PARAMETERS` numbers, in torch's own buckets, and no optimizer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from tests.benchmarks.compare import Options, Row, Shown, ratio
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, child, median
 from transport import EndpointConfig
 
-__all__ = ["missing", "run"]
+__all__ = ["OURS", "group", "measure", "missing", "run", "size_name"]
 
 PART, OURS, GLOO = "collectives", "quicmesh", "gloo (plain TCP)"
 KIB, MIB = 1 << 10, 1 << 20
 TURN_SECONDS = 0.25
 ANSWER_SECONDS = 120.0
+PARAMETERS = 25 << 20
+LAYERS = 25
 
 GOALS: dict[tuple[int, str, int], float] = {
     (2, "all_reduce", KIB): 15.0,
@@ -31,6 +34,7 @@ GOALS: dict[tuple[int, str, int], float] = {
     (2, "all_reduce", 64 * MIB): 2.0,
     (2, "all_gather", 64 * MIB): 2.0,
     (2, "reduce_scatter", 64 * MIB): 2.0,
+    (2, "DDP step", 4 * PARAMETERS): 1.0,
     (4, "all_reduce", KIB): 2.0,
     (4, "all_reduce", MIB): 2.0,
     (4, "all_reduce", 64 * MIB): 2.0,
@@ -55,7 +59,7 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
     for size in (2, 4):
         with contextlib.ExitStack() as stack:
             groups = {
-                name: stack.enter_context(_group(name, size))
+                name: stack.enter_context(group(name, (LOOPBACK,) * size))
                 for name in (OURS, GLOO)
                 if name == OURS or options.wants(name)
             }
@@ -63,16 +67,22 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
                 if ranks != size:
                     continue
                 nbytes = max(KIB, int(full * options.scale) // KIB * KIB)
-                figure = f"{operation} of {_size(nbytes)}, {size} ranks"
-                rows += _compare(figure, groups, operation, nbytes, options)
+                figure = f"{operation} of {size_name(nbytes)}, {size} ranks"
+                rows += measure(PART, figure, groups, operation, nbytes, options)
                 times = ratio(rows, GLOO, OURS, figure)
                 shown.append(Shown(PART, f"{figure}: {GLOO} / {OURS}", times, goal))
     return rows, shown
 
 
-def _compare(
-    figure: str, groups: dict[str, list[Pipe]], operation: str, nbytes: int, options: Options
+def measure(
+    part: str,
+    figure: str,
+    groups: dict[str, list[Pipe]],
+    operation: str,
+    nbytes: int,
+    options: Options,
 ) -> list[Row]:
+    """Let groups take turns at one operation; return a row for each."""
     seconds: dict[str, list[float]] = {name: [] for name in groups}
     counts: dict[str, int] = {}
     for name, pipes in groups.items():  # warm, and how many calls a turn takes
@@ -83,7 +93,7 @@ def _compare(
             seconds[name].append(_ask(pipes, operation, nbytes, counts[name]) * 1e6)
     return [
         Row(
-            PART,
+            part,
             figure,
             name,
             "us",
@@ -111,13 +121,13 @@ def _answer(pipe: Pipe) -> Any:
 
 
 @contextlib.contextmanager
-def _group(name: str, size: int) -> Iterator[list[Pipe]]:
-    """Run the ranks of a group for the block."""
+def group(name: str, sites: Sequence[Site]) -> Iterator[list[Pipe]]:
+    """Run the ranks of a group, one at each site, for the block: ours, or gloo's by other names."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         store = str(Path(directory) / "store")
         pipes = [
-            stack.enter_context(child(_rank, LOOPBACK, name, rank, size, store))[2]
-            for rank in range(size)
+            stack.enter_context(child(_rank, site, name, rank, len(sites), store))[2]
+            for rank, site in enumerate(sites)
         ]
         for pipe in pipes:
             _answer(pipe)
@@ -133,7 +143,7 @@ def _rank(pipe: Pipe, site: Site, name: str, rank: int, size: int, path: str) ->
 
     torch.set_num_threads(1)
     store = dist.FileStore(path, size)
-    if name == GLOO:
+    if name != OURS:
         os.environ["GLOO_SOCKET_IFNAME"] = site.interface
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         _obey(pipe, size)
@@ -146,6 +156,7 @@ def _rank(pipe: Pipe, site: Site, name: str, rank: int, size: int, path: str) ->
         authorizer=allow_any(),
         config=EndpointConfig(bind=f"{site.address}:0"),
         tensors=False,
+        shared_memory=site.namespace is None,
     )
     with node, mesh.distributed.use(node, job="bench"):
         dist.init_process_group("mesh", store=store, rank=rank, world_size=size)
@@ -172,6 +183,8 @@ def _call(operation: str, numel: int, size: int) -> Callable[[], object]:
     import torch
     import torch.distributed as dist
 
+    if operation == "DDP step":
+        return _step(numel)
     whole, part = torch.ones(numel), torch.ones(numel // size)
     if operation == "all_reduce":
         return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX)
@@ -180,5 +193,23 @@ def _call(operation: str, numel: int, size: int) -> Callable[[], object]:
     return lambda: dist.reduce_scatter_single(part, whole, op=dist.ReduceOp.MAX)
 
 
-def _size(nbytes: int) -> str:
+def _step(numel: int) -> Callable[[], object]:
+    """Return a forward and a backward pass of a model with about `numel` parameters."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    width = max(8, int((numel / LAYERS) ** 0.5))
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    inputs = torch.ones(4, width)
+
+    def step() -> None:
+        model.zero_grad()
+        model(inputs).sum().backward()
+
+    return step
+
+
+def size_name(nbytes: int) -> str:
+    """Return a size as people write it."""
     return f"{nbytes / MIB:g} MiB" if nbytes >= MIB else f"{nbytes / KIB:g} KiB"

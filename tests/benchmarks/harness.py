@@ -27,6 +27,7 @@ import psutil
 from tests.lab.network import enter
 
 __all__ = [
+    "Filled",
     "LOOPBACK",
     "QUIET_SHARE",
     "SMALL",
@@ -145,6 +146,10 @@ class Session:
             raise TimeoutError(f"no answer within {TURN_SECONDS:.0f} s")
         return self._pipe.recv()
 
+    def both(self, nbytes: int) -> Turn:
+        """Have it move `nbytes` either way at once. Only ours can."""
+        return self._turn(("both", nbytes), nbytes)
+
     def rest(self) -> None:
         """Have it keep still until its next turn."""
         if self._spins:
@@ -251,7 +256,7 @@ async def obey_async(pipe: Pipe, orders: dict[str, Callable[[int], Any]]) -> Non
         pipe.send(await orders[order](number))
 
 
-class _Filled:
+class Filled:
     """One block of memory, made anew when another size is asked for."""
 
     def __init__(self) -> None:
@@ -265,7 +270,7 @@ class _Filled:
         return self._memory
 
 
-filled = _Filled()
+filled = Filled()
 """Return memory of so many bytes, the same each time for the same size: contenders are measured
 moving bytes, not asking the kernel for memory."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from tests.benchmarks import collectives
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready
 from tests.benchmarks.gloo import Gloo
 from tests.benchmarks.harness import Contender, Session, Site
@@ -20,6 +21,10 @@ TUNNEL_NBYTES = 32 << 20
 """A tunnel in user space is slow; half of the bytes say as much."""
 
 OURS, GUARDED, PLAIN = "quicmesh", "gloo over WireGuard", "gloo (plain TCP)"
+
+BOTH = "both ways at once"
+SIZES = (NBYTES, 1 << 20)
+"""Bytes of the tensors that two ranks reduce."""
 
 INTERFACE = "eth0"
 HERE, THERE = "10.79.0.1", "10.79.0.2"
@@ -61,20 +66,58 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
             contenders, options, lambda name: inside if name == GUARDED else outside
         ) as sessions:
             rows += _measure(sessions, options)
+        groups = {
+            name: stack.enter_context(collectives.group(name, sites))
+            for name, sites in ((OURS, outside), (GUARDED, inside), (PLAIN, outside))
+            if options.wants(name) and (name != GUARDED or inside is not outside)
+        }
+        for full in SIZES:
+            nbytes = max(1 << 10, int(full * options.scale))
+            rows += collectives.measure(
+                PART, _reduction(full), groups, "all_reduce", nbytes, options
+            )
     figure = f"MTU 1500: {OURS} / {GUARDED}"
     return rows, [
         Shown(PART, f"{figure}, one way", ratio(rows, OURS, GUARDED, "one way"), 2.0),
         Shown(PART, f"{figure}, 64 B round trip", ratio(rows, OURS, GUARDED, "64 B round trip")),
         Shown(PART, f"MTU 1500: {OURS} / {PLAIN}, one way", ratio(rows, OURS, PLAIN, "one way")),
+        *(
+            Shown(
+                PART,
+                f"MTU 1500: {GUARDED} / {OURS}, {_reduction(full)}",
+                ratio(rows, GUARDED, OURS, _reduction(full)),
+                2.0,
+            )
+            for full in SIZES
+        ),
+        Shown(PART, f"{_reduction(NBYTES)} / bytes both ways", _share(rows), 0.8),
     ]
+
+
+def _reduction(nbytes: int) -> str:
+    return f"all_reduce of {collectives.size_name(nbytes)}"
+
+
+def _share(rows: list[Row]) -> float | None:
+    """Return how fast an all-reduce of two ranks moves its bytes, to how fast they move alone."""
+    found = {row.figure: row for row in rows if row.contender == OURS}
+    both, reduced = found.get(BOTH), found.get(_reduction(NBYTES))
+    if both is None or reduced is None:
+        return None
+    return reduced.nbytes / reduced.median / both.median  # bytes a microsecond, and megabytes a s
 
 
 def _measure(sessions: dict[str, Session], options: Options) -> list[Row]:
     nbytes = int(NBYTES * options.scale)
     return [
         *compare(PART, "one way", sessions, options, lambda it: it.bulk(nbytes)),
+        *compare(PART, BOTH, _ours(sessions), options, lambda it: it.both(nbytes)),
         *compare(PART, "64 B round trip", sessions, options, lambda it: it.small(options.calls)),
     ]
+
+
+def _ours(sessions: dict[str, Session]) -> dict[str, Session]:
+    return {name: each for name, each in sessions.items() if name == OURS}
 
 
 def _sites(one: Host, two: Host) -> tuple[Site, Site]:

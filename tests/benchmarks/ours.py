@@ -14,6 +14,7 @@ import anyio
 from auth import NodeId, SecretKey, allow_any
 from tests.benchmarks.harness import (
     SMALL,
+    Filled,
     Pipe,
     Site,
     filled,
@@ -80,11 +81,16 @@ def configuration(site: Site) -> EndpointConfig:
     return EndpointConfig(bind=f"{site.address}:0", liveness=LIVENESS)
 
 
+_room = Filled()
+"""Where bytes land that come while others go."""
+
+
 async def _serve(pipe: Pipe, site: Site) -> None:
     async with Endpoint(SecretKey.generate(), allow_any(), configuration(site)) as endpoint:
         endpoint.register_call("echo", _echo, scope="bench")
         endpoint.register_service("echo stream", _echo_stream, scope="bench")
         endpoint.register_service("sink", _sink, scope="bench")
+        endpoint.register_service("both ways", _both_ways, scope="bench")
         pipe.send((str(endpoint.node_id), endpoint.addresses))
         await anyio.sleep_forever()
 
@@ -104,6 +110,18 @@ async def _sink(request: Incoming) -> None:
     await request.stream.receive_into(room)
     await request.stream.send_message(len(room))
     await until_ended(request.stream)
+
+
+async def _both_ways(request: Incoming) -> None:
+    await _swap(request.stream, request.value)
+    await until_ended(request.stream)
+
+
+async def _swap(stream: Stream, nbytes: int) -> None:
+    """Send so many bytes and receive as many at once."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream.send_lent, memoryview(filled(nbytes)))
+        await stream.receive_into(memoryview(_room(nbytes)))
 
 
 async def until_ended(stream: Stream) -> None:
@@ -131,10 +149,16 @@ async def _dial(pipe: Pipe, site: Site, where: Any, one_stream: bool) -> None:
                 await stream.receive_message()
             return time.perf_counter() - began
 
+        async def both(nbytes: int) -> float:
+            began = time.perf_counter()
+            async with await connection.open_stream("both ways", nbytes) as stream:
+                await _swap(stream, nbytes)
+            return time.perf_counter() - began
+
         async def datagram(_: int) -> int:
             return connection.info.datagram_size
 
-        await obey_async(pipe, {"small": small, "bulk": bulk, "datagram": datagram})
+        await obey_async(pipe, {"small": small, "bulk": bulk, "both": both, "datagram": datagram})
 
 
 async def _timed_call(connection: Connection) -> float:

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import collectives, delay, harness, host, memory, namespaces, report
+from tests.benchmarks import (
+    collectives,
+    delay,
+    device,
+    harness,
+    host,
+    memory,
+    namespaces,
+    report,
+    rpc,
+)
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready, take_turns
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, Turn, obey, session
 from tests.benchmarks.loopback import Bulk, Small
@@ -129,6 +139,26 @@ def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(each["ratio"] > 0 for each in goals)
 
 
+@pytest.mark.slow  # four processes that load torch, two of them twice
+@pytest.mark.usefixtures("forked")
+@pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
+def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = lines(capsys, "device", "--scale", "0.05")
+    assert contenders(figures) >= {"here", "quicmesh", "quicmesh, captured"}
+    assert all(each["median"] > 0 for each in figures if "contender" in each)
+    assert {each["goal"] for each in figures if "what" in each} >= {1.0, 1.7, 1.3}
+
+
+@pytest.mark.slow  # four processes that load torch, and calls nested 80 deep
+@pytest.mark.usefixtures("forked")
+def test_remote_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = lines(capsys, "rpc", "--scale", "0.02")
+    assert contenders(figures) == {rpc.OURS, rpc.TENSORPIPE}
+    goals = [each["goal"] for each in figures if "what" in each]
+    assert goals == [1.0, 1.0, 1.5, 1.0, 0.25]
+    assert all(each["ratio"] > 0 for each in figures if "what" in each)
+
+
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(collectives.missing() is not None, reason=str(collectives.missing()))
 def test_collectives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +179,7 @@ def test_two_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     )
     expected = {"quicmesh"} | (set() if missing_wireguard() else {"gloo over WireGuard"})
     assert contenders(figures) == expected
-    assert sum("what" in each and each["goal"] == 2.0 for each in figures) == 1
+    assert sum("what" in each and each["goal"] == 2.0 for each in figures) == 3
 
 
 @pytest.mark.usefixtures("forked")

@@ -16,6 +16,21 @@ from tests.conformance.rpc.suites import SUITES
 pytestmark = pytest.mark.e2e
 
 CHOSEN = [
+    "DdpComparisonTest.test_ddp_comparison",
+    "DdpUnderDistAutogradTest.test_backward_ddp_inside",
+    "DistAutogradTest.test_autograd_context",
+    "DistAutogradTest.test_backward_accumulate_grads",
+    "DistAutogradTest.test_backward_autograd_engine_error",
+    "DistAutogradTest.test_backward_multiple_round_trips",
+    "DistAutogradTest.test_backward_rref_multi",
+    "DistAutogradTest.test_clean_context_during_backward",
+    "DistAutogradTest.test_context_cleanup_nested_rpc",
+    "DistAutogradTest.test_graph_for_py_nested_call_itself",
+    "DistAutogradTest.test_no_grad_copy",
+    "DistAutogradTest.test_post_hooks",
+    "DistAutogradTest.test_trainer_ps",
+    "DistOptimizerTest.test_dist_optim",
+    "DistOptimizerTest.test_dist_optim_exception",
     "ParameterServerTest.test_batch_updating_parameter_server",
     "RemoteModuleTest.test_forward_async",
     "RemoteModuleTest.test_train_eval",
@@ -37,17 +52,23 @@ CHOSEN = [
     "RpcTest.test_use_rref_after_shutdown",
     "RpcTest.test_wrong_types",
     "TensorPipeAgentRpcTest.test_dynamic_and_static_init_rpc_together",
+    "TensorPipeAgentDistAutogradTest.test_backward_simple_sparse",
     "TensorPipeAgentRpcTest.test_py_rref_args_user_share_sparse",
     "ThreeWorkersRemoteModuleTest.test_create_remote_module_from_module_rref",
 ]
 
 LEAST = {
-    "RpcTest": 165,
+    "RpcTest": 167,
     "TensorPipeAgentRpcTest": 36,
     "RemoteModuleTest": 10,
     "ThreeWorkersRemoteModuleTest": 1,
     "ParameterServerTest": 1,
     "ReinforcementLearningRpcTest": 1,
+    "DistAutogradTest": 60,
+    "TensorPipeAgentDistAutogradTest": 30,
+    "DistOptimizerTest": 4,
+    "DdpUnderDistAutogradTest": 4,
+    "DdpComparisonTest": 4,
 }
 """How many pass."""
 

@@ -24,7 +24,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quicmesh-here\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\nmesh = _quicmesh_autoload:load\n")
     return dict(os.environ) | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{site}",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(site), os.environ.get("PYTHONPATH", ""))),
         "MESH_HOME": str(tmp_path / "home"),
         "MESH_BIND": "127.0.0.1:0",
         "OMP_NUM_THREADS": "1",
@@ -62,6 +62,22 @@ def test_what_is_gone_on_with_is_the_same_training(tmp_path: Path) -> None:
     whole = run(tmp_path, *MESH_RUN, *EXAMPLE, "--epochs", "3")
     for found, expected in zip(parts, whole, strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "module", "package"),
+    [
+        (MESH_RUN, "examples.train_accelerate", "accelerate"),
+        (TORCHRUN, "examples.train_trainer", "transformers"),
+    ],
+    ids=["Accelerate", "Trainer"],
+)
+def test_other_frameworks_train_by_the_backends_name(
+    tmp_path: Path, launcher: tuple[str, ...], module: str, package: str
+) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    last = run(tmp_path, *launcher, "-m", module)[-1]
+    assert last["accuracy"] > 0.8
 
 
 def test_the_project_has_the_entry_point() -> None:

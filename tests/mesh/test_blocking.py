@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,12 +23,29 @@ from mesh.errors import NodeError, UnknownPeer, Unreachable
 from tests.mesh.nodes import LOOPBACK
 from transport import EndpointConfig
 
+CONFIG = dataclasses.replace(LOOPBACK, connect_timeout=30.0)
+"""On a machine where much else runs, the first connection waits for two processes to come up."""
+
+ENDPOINT_PROCESS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has endpoint processes"),
+]
+"""Half a second of a processor for each node."""
+
 GONE = Ticket(SecretKey.generate().node_id, (("127.0.0.1", 9),))
+
+
+@pytest.fixture(autouse=True, params=["loop", pytest.param("process", marks=ENDPOINT_PROCESS)])
+def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the packets of the test's nodes are moved."""
+    name: str = request.param
+    monkeypatch.setattr(blocking, "PLACEMENT", name)
+    return name
 
 
 def node(*, tensors: bool = False) -> blocking.Node:
     return blocking.Node.embedded(
-        key=SecretKey.generate(), authorizer=allow_any(), config=LOOPBACK, tensors=tensors
+        key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG, tensors=tensors
     )
 
 

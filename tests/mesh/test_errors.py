@@ -17,6 +17,7 @@ PACKAGES = (
     "mesh.collective",
     "mesh.device",
     "mesh.rpc",
+    "mesh.autograd",
     "mesh",
 )
 LINE = re.compile(r"^    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(  \S.*)?$")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.parsers import (
     of_auth,
+    of_autograd,
     of_devices,
     of_groups,
     of_mesh,
@@ -21,6 +22,7 @@ PARSERS: list[Parser] = [
     *of_tensor_bridge.PARSERS,
     *of_mesh.PARSERS,
     *of_rpc.PARSERS,
+    *of_autograd.PARSERS,
     *of_devices.PARSERS,
     *of_groups.PARSERS,
 ]

@@ -86,6 +86,18 @@ _messages = st.one_of(
     st.builds(wire.Seed, st.integers(0, 99), _handles),
     st.builds(wire.Forget, st.integers(0, 99)),
     st.builds(wire.Poison, _handles, errors()),
+    st.builds(
+        wire.Capture,
+        st.integers(0, 99),
+        st.lists(
+            st.builds(wire.Release, st.lists(_handles, max_size=4).map(tuple))
+            | st.builds(wire.Run, st.just(1), st.just((1, 2, 3.5))),
+            max_size=3,
+        ).map(tuple),
+    ),
+    st.builds(wire.Replay, st.integers(0, 99)),
+    st.builds(wire.Drop, st.integers(0, 99)),
+    st.builds(wire.Content, _handles),
 )
 
 
@@ -111,6 +123,14 @@ def _write_message(message: wire.Message) -> bytes:
             return wire.forget(number)
         case wire.Poison(handle, error):
             return wire.poison(handle, error)
+        case wire.Capture(number, steps):
+            return wire.capture(number, b"".join(map(_write_message, steps)))
+        case wire.Replay(number):
+            return wire.replay(number)
+        case wire.Drop(number):
+            return wire.drop(number)
+        case wire.Content(max_bytes):
+            return wire.content(max_bytes)
 
 
 def _read_batch(data: bytes) -> list[wire.Message]:

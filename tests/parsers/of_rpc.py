@@ -51,7 +51,8 @@ def _besides(draw: st.DrawFn) -> Beside:
     inline = [
         bytes(meta.nbytes) if meta.nbytes < 4096 and draw(st.booleans()) else None for meta in what
     ]
-    return Beside(tuple(what), tuple(inline))
+    devices = tuple(draw(st.none() | st.just("cuda:1")) for _ in what)
+    return Beside(tuple(what), tuple(inline), devices)
 
 
 @st.composite

@@ -325,7 +325,7 @@ def _links(*nodes: Node) -> list[Link]:
     return [pair.link for pair in pairs if pair.link is not None]
 
 
-@covers("transport.Endpoint.answer", stride=2)
+@covers("transport.Connection.call", stride=2)
 async def carried_call(m: Moves) -> AsyncIterator[Operation]:
     async def echo(incoming: Incoming) -> CborValue:
         await anyio.lowlevel.checkpoint()

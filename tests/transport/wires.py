@@ -14,6 +14,9 @@ from tests.cancelling import LATE, process_holdings
 from tests.transport.nodes import at, endpoint, eventually
 from transport import AppCode, Connection, Endpoint, Incoming, Stream
 from transport.cbor import CborValue
+from transport.engine import Engine
+from transport.loop_engine import LoopEngine
+from transport.process import ProcessEngine
 
 __all__ = ["Wires", "endpoint_holdings", "wires"]
 
@@ -35,22 +38,39 @@ def endpoint_holdings(node: Endpoint, name: str) -> dict[str, object]:
     ]
     connections = list(node._connections.values())
     return {
+        **_engine_holdings(node._engine, name),
         f"connections of {name}": len(connections),
         f"open connections of {name}": len(node._pool._open),
         f"hellos of {name}": sum(node._pool._hellos.values()),
         f"dials of {name}": len(node._dialer._flights),
-        f"routes of {name}": sum(core.ended is None for core in node._engine.demux.connections),
-        f"{LATE}connections of {name}": len(node._engine.demux.connections),
-        f"{LATE}timers of {name}": len(node._engine.driver._due),
-        f"{LATE}half-open connections of {name}": node._engine.demux.half_open,
-        f"pumps of {name}": len(node._engine.driver._pumping) + len(node._engine.driver._again),
-        f"datagrams unsent of {name}": len(node._engine.driver._backlog),
         f"observers of {name}": len(node._observers),
         f"handlers of {name}": len(node._services._running),
         f"streams of {name}": len(streams),
         f"pings of {name}": sum(len(connection._pings) for connection in connections),
         f"unclaimed of {name}": sum(len(connection._unclaimed) for connection in connections),
         f"callbacks of {name}": sum(len(connection._on_close) for connection in connections),
+    }
+
+
+def _engine_holdings(engine: Engine, name: str) -> dict[str, object]:
+    if isinstance(engine, ProcessEngine):
+        memory = engine._memory
+        return {
+            f"routes of {name}": sum(link.ended is None for link in engine._links.values()),
+            f"{LATE}connections of {name}": len(engine._links),
+            f"shared memory of {name}": None if memory is None else memory.free,
+            f"orders of {name}": (len(engine._orders), len(engine._dials)),
+            f"unfed of {name}": len(engine._unfed),
+        }
+    assert isinstance(engine, LoopEngine)
+    demux, driver = engine.demux, engine.driver
+    return {
+        f"routes of {name}": sum(core.ended is None for core in demux.connections),
+        f"{LATE}connections of {name}": len(demux.connections),
+        f"{LATE}timers of {name}": len(driver._due),
+        f"{LATE}half-open connections of {name}": demux.half_open,
+        f"pumps of {name}": len(driver._pumping) + len(driver._again),
+        f"datagrams unsent of {name}": len(driver._backlog),
     }
 
 

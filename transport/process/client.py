@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import time
 import weakref
 from collections import deque
@@ -26,7 +25,7 @@ from transport.process.memory import SharedMemory
 from transport.process.mirror import MirrorLink
 from transport.process.mirror_stream import Piece
 from transport.process.pulse import LOOKS, Pulse, processor_time
-from transport.process.records import MAX_PACKET, MAX_PAYLOAD, Kind, Record, encode
+from transport.process.records import MAX_PAYLOAD, Kind, Record, encode
 from transport.process.setup import map_of
 from transport.process.spawn import Child, spawn
 from transport.protocol.turns import Turns
@@ -36,7 +35,7 @@ from transport.udp import Refusal, UdpSocket
 __all__ = ["ProcessEngine"]
 
 START_SECONDS = 30.0
-"""How long the process may take to start: half a second, on a machine that is not overloaded."""
+"""How long the process may take to come up: half a second, on a machine that is not overloaded."""
 
 STOP_SECONDS = 2.0
 """How long it may take to end once it has nothing more to do."""
@@ -99,7 +98,9 @@ class ProcessEngine:
         self._syncs: deque[tuple[int, list[Piece]]] = deque()
         self._next_sync = 1
         self._pulse = Pulse(config.liveness, time.monotonic())
-        self._answers = Pulse(ANSWER_SECONDS, time.monotonic())
+        self._answers = Pulse(START_SECONDS, time.monotonic())
+        self._is_up = False
+        self._settled = anyio.Event()
         self._why: str | None = None
         self._unfed: dict[MirrorLink, None] = {}
         self._later = Later(self._go_on)
@@ -108,10 +109,13 @@ class ProcessEngine:
     # -- life
 
     async def open(self) -> None:
-        """Start the process, and wait until it serves.
+        """Start the process.
+
+        It takes a while to come up, and hears then of what was said meanwhile; what peers send
+        waits in the socket.
 
         Raises:
-            EndpointLost: it could not be started, or did not come up.
+            EndpointLost: it can't be started here.
         """
         with contextlib.suppress(OSError, AttributeError):  # without, bytes take the other way
             self._memory = SharedMemory()
@@ -130,20 +134,6 @@ class ProcessEngine:
         }
         channel.add(encode(Kind.SETUP, payload=encode_cbor(setup, max_size=MAX_PAYLOAD)))
         channel.flush()
-        with anyio.move_on_after(START_SECONDS):
-            await anyio.wait_readable(control)
-        try:
-            is_up = bool(control.recv(MAX_PACKET, socket.MSG_PEEK))
-        except OSError:
-            is_up = False
-        if not is_up:
-            with anyio.move_on_after(CAUSE_SECONDS):
-                await self._child.ended()
-            raise EndpointLost(
-                "starting the endpoint process",
-                why=self._child.cause(),
-                fix="What it wrote to the standard error output says more.",
-            )
 
     async def run(self) -> None:
         """Serve until cancelled, also when the process is gone: waits still have to end."""
@@ -179,10 +169,12 @@ class ProcessEngine:
     def _lose(self, why: str) -> None:
         """The process is gone: tell everybody who waits for something of it."""
         error = self._lost = EndpointLost(
-            "the endpoint process",
+            "the endpoint process" if self._is_up else "starting the endpoint process",
             why=why,
             fix="Open the node anew. If nobody has killed it, its log, or that of the system, "
-            "says more.",
+            "says more."
+            if self._is_up
+            else "What it wrote to the standard error output says more.",
         )
         _log.error("%s", error)
         self._socket.close()  # so that peers, too, learn at once that nobody is there
@@ -191,9 +183,15 @@ class ProcessEngine:
             self._report(link)
             self._on_pumped(link)
         self._links.clear()
+        self._settled.set()
         self._wake_drain()
         for event, _ in self._dials.values():
             event.set()
+
+    async def up(self) -> None:
+        """Wait until the process serves, or is gone."""
+        if not self._settled.is_set():
+            await self._settled.wait()
 
     async def drain(self, seconds: float) -> None:
         """Wait until every connection's closing period is over, at most `seconds`."""
@@ -204,11 +202,14 @@ class ProcessEngine:
     async def close(self) -> None:
         """Let the process end, and let go of everything. `run` must have ended."""
         _engines.discard(self)
+        self._settled.set()
         if self._channel is not None:
             self._channel.flush()
             self._channel.close()
         child, self._child = self._child, None
         if child is not None:
+            if not self._is_up:
+                child.kill()  # it has met nobody
             try:
                 with anyio.move_on_after(STOP_SECONDS, shield=True):
                     await child.ended()
@@ -319,7 +320,9 @@ class ProcessEngine:
             self._on_event(link, event)
 
     def _take_ready(self, record: Record) -> None:
-        pass  # that it says something is enough
+        self._is_up = True
+        self._settled.set()
+        self._answers = Pulse(ANSWER_SECONDS, time.monotonic())
 
     def _take_dialled(self, record: Record) -> None:
         waiting = self._dials.get(record.link)
@@ -424,13 +427,14 @@ class ProcessEngine:
         while self._lost is None:
             number, self._next_sync = self._next_sync, self._next_sync + 1
             self._say(encode(Kind.SYNC, number=number))
-            await anyio.sleep(self._config.liveness / LOOKS)
+            await anyio.sleep(min(self._config.liveness, ANSWER_SECONDS) / LOOKS)
             now = time.monotonic()
-            if self._pulse.is_lost(now, processor_time(child.pid)):
+            if self._pulse.is_lost(now, processor_time(child.pid)) and self._is_up:
                 self._why = f"it did nothing for {self._config.liveness:g} s, as if it were stopped"
                 child.kill()
             elif self._answers.is_lost(now, None):
-                self._why = f"it has not answered for {ANSWER_SECONDS:g} s"
+                seconds = ANSWER_SECONDS if self._is_up else START_SECONDS
+                self._why = f"it has not answered for {seconds:g} s"
                 child.kill()
 
     async def _trim(self, memory: SharedMemory) -> None:

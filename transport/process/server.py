@@ -549,20 +549,20 @@ class Server:
             await anyio.sleep(self._liveness / LOOKS)
             worked = processor_time(self._program)
             self._is_program_lost = self._pulse.is_lost(time.monotonic(), worked)
-            if self._is_program_lost:
-                self._give_up(why)
+            unheard, self._unheard = self._unheard, []
+            self._give_up([*unheard, *(self._by_core if self._is_program_lost else ())], why)
 
     def _program_is_gone(self) -> None:
         """Tell all peers, who would find out by its silence otherwise."""
         self._over.set()
         self._set_up.set()
-        self._was_left = self._give_up("the program has ended without a word")
+        cores = [*self._unheard, *self._by_core]
+        self._was_left = self._give_up(cores, "the program has ended without a word")
 
-    def _give_up(self, why: str) -> bool:
-        """Close every connection; return whether any was still open."""
+    def _give_up(self, cores: list[ConnectionCore], why: str) -> bool:
+        """Close connections; return whether any was still open."""
         was_open = False
-        unheard, self._unheard = self._unheard, []
-        for core in [*(state.core for state in self._links.values()), *unheard]:
+        for core in cores:
             with contextlib.suppress(Exception):
                 if core.ended is None:
                     was_open = True

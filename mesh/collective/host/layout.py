@@ -19,9 +19,9 @@ from mesh.collective.host.header import header_bytes
 
 __all__ = ["BOX_BYTES", "MAX_PLACES", "Layout"]
 
-BOX_BYTES = 2 << 20
-"""What a rank shows the others in one round: much beside what a round costs, little enough for two
-boxes of each rank to stay in the caches."""
+BOX_BYTES = 4 << 20
+"""What a rank shows the others in one round: much beside what a round costs, and the more so where
+ranks wait for processors."""
 
 SEGMENT_BYTES = 64 << 20
 """Boxes are smaller where those of all ranks would be more than this. Untouched ones cost none."""

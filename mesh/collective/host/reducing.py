@@ -30,7 +30,7 @@ WHOLE_BYTES = 64 * 1024
 """Largest tensor that each of several ranks reduces for itself. Beyond, bytes cost more than a
 round."""
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20
 """What two ranks show each other of a tensor in one round."""
 
 FOLD_ELEMENTS = 32768

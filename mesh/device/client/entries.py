@@ -77,6 +77,7 @@ class Entry:
         drop: Callable[[], object],
     ) -> None:
         self.device = device
+        device.is_used = True
         self.session = device.session
         self.name = template.name
         self.layout = wire.Layout(template)
@@ -84,7 +85,7 @@ class Entry:
         self.outputs = template.outputs
         self.results = template.results
         self.returned = returned
-        self.number = device.session.define(template, drop)
+        self.number = device.session.define(template, self.layout, drop)
         self.one: tuple[Any, ...] | None = None
         if template.outputs is not None and len(template.outputs) == 1 and returned is None:
             made = template.outputs[0]

@@ -44,6 +44,9 @@ _INDEXING = frozenset(
 )
 """Operators whose indices may be on the CPU, as on every device of torch's own."""
 
+_FLOATS = frozenset({"ones", "zeros", "eye", "rand", "randn", "linspace", "logspace"})
+"""Operators that make floats of torch's default type, unless another is given."""
+
 _make = torch.Tensor._make_wrapper_subclass
 _alias = torch.ops.aten.alias.default._handle.redispatch_boxed
 _getframe = sys._getframe
@@ -113,10 +116,15 @@ class _General:
             each.name: codes for each, codes in zip(arguments, self._codes, strict=True)
         }
         self._takes_indices = self._name in _INDEXING
+        self._makes_floats = base in _FLOATS
         self._entries: dict[Any, Entry] = {}
         self.__name__ = self._name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._makes_floats and kwargs.get("dtype") is None and "out" not in kwargs:
+            chosen = device_of(kwargs.get("device")).float_dtype
+            if chosen is not None:
+                kwargs["dtype"] = chosen
         scan = _Scan()
         while True:
             if self._takes_indices:

@@ -7,10 +7,11 @@ for a move but who reads what it brings, or has begun so many that they fill the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import torch
 from auth import MeshError
 from mesh.device.client.session import Order, Request, Session
 from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
-from mesh.device.handover import ARRIVED_CALL, Arrived, PutIn, Taken, TakeOut
+from mesh.device.handover import ARRIVED_CALL, Arrived, PutIn, Taken, TakeOut, transit_name
 from tensor_bridge import QuotaExceeded, TensorClient, TensorMeta, TensorRef
 from tensor_bridge.lanes import sealed_snapshot
 from transport import CborValue
@@ -39,6 +40,9 @@ than among them."""
 REPORT_SECONDS = 30.0
 """How long the target has to take the word of what has arrived."""
 
+DISCARD_SECONDS = 2.0
+"""How long a move that has ended may take to clean up after itself."""
+
 MAX_UNDERWAY, MAX_UNDERWAY_BYTES = 32, 256 << 20
 """Moves into a device, and their bytes, that are not over; who begins more waits."""
 
@@ -50,6 +54,8 @@ ROOM_SECONDS, ROOM_PAUSE = 5.0, 0.01
 
 AT_ONCE = 4
 """Uploads that share the way to a peer at a time."""
+
+_NOTHING = TensorMeta(torch.uint8, (0,), (0,))
 
 _log = logging.getLogger("quicmesh.device")
 
@@ -197,8 +203,10 @@ class Mover:
 
     async def _deliver(self, arrival: int, fetch: Callable[[], Awaitable[str]]) -> None:
         """Tell the peer what `fetch` has had arrive there, or the error in its place."""
+        object_id = None
         try:
-            arrived = Arrived(self.number, arrival, await fetch())
+            object_id = await fetch()
+            arrived = Arrived(self.number, arrival, object_id)
         except MeshError as error:
             arrived = Arrived(self.number, arrival, error=error)
         except Exception as error:
@@ -207,16 +215,30 @@ class Mover:
             arrived = Arrived(self.number, arrival, error=failed)
         try:
             await self._persist(lambda: self._report(arrived))
+            object_id = None  # it is the session's now
         except MeshError as error:
             why = f"what was moved to it did not arrive: {error}"
             self._session.fail(SessionLost("a move between devices", peer=self.peer.label, why=why))
+        finally:
+            if object_id is not None:
+                await self._discard(object_id)
+
+    async def _discard(self, object_id: str) -> None:
+        """Have the peer let go of what has arrived and is for nobody."""
+        if self.node.endpoint.connection(self.peer.node_id) is None:
+            return  # it goes with the connection
+        with anyio.move_on_after(DISCARD_SECONDS, shield=True), contextlib.suppress(MeshError):
+            there = await self.peer.tensors()
+            await there.delete(TensorRef(self.peer.node_id, object_id, 0, _NOTHING))
 
     async def _send_up(self, snapshot: torch.Tensor) -> str:
         deadline = anyio.current_time() + ROOM_SECONDS
         while True:
             try:
                 async with self._turns:
-                    ref = await (await self.peer.tensors()).put(snapshot, shareable=True)
+                    ref = await (await self.peer.tensors()).put(
+                        snapshot, name=transit_name(self.number), shareable=True
+                    )
                 return ref.object_id
             except QuotaExceeded:
                 if self._count <= 1 or anyio.current_time() > deadline:
@@ -227,7 +249,8 @@ class Mover:
         held = await source._held(request, meta)
         there: TensorClient = await source.peer.tensors()
         try:
-            copy = await there.copy_to(held, await self.peer.tensors())
+            target = await self.peer.tensors()
+            copy = await there.copy_to(held, target, name=transit_name(self.number))
         finally:
             await _delete(there, held)
         return copy.object_id
@@ -301,9 +324,8 @@ async def _delete(there: TensorClient, held: TensorRef) -> None:
 
 def _settle(future: Future[CborValue], error: MeshError | None) -> None:
     """Have whoever waits go on, unless it does already: all was lost."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

@@ -8,24 +8,26 @@ handles that were queued before it was called.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from concurrent.futures import Future, InvalidStateError
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from auth import MeshError
 from mesh.device import wire
-from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
+from mesh.device.errors import DeviceBusy, DeviceError, SessionLost, UnsupportedOnDevice
 from transport import CborValue, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.device.client.moving import Mover
 
-__all__ = ["ORIGINS", "Carrier", "Order", "Request", "Session", "forked"]
+__all__ = ["ORIGINS", "Carrier", "Order", "Recording", "Request", "Session", "forked"]
 
 BATCH = 256
 """Messages after which a batch goes on its way; later ones follow within a tick of the carrier."""
@@ -50,6 +52,29 @@ Origin = tuple[int, CodeType, int]
 
 class Order(bytes):
     """What is sent as a batch of its own: it is for the node, and not for the executor."""
+
+
+@dataclasses.dataclass(slots=True)
+class Recording:
+    """What goes to the peer meanwhile.
+
+    Attributes:
+        first: every handle from this one on was made meanwhile.
+        batches: what was sent, but for `released`.
+        released: handles made before and let go of meanwhile. The peer has them until it is over.
+    """
+
+    first: int
+    batches: list[bytes] = dataclasses.field(default_factory=list)
+    released: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Forgotten:
+    """Queued like a message: sequences that are not run any more, and what was kept for them."""
+
+    numbers: tuple[int, ...]
+    pins: frozenset[int]
 
 
 class Carrier(Protocol):
@@ -125,11 +150,12 @@ class Session:
         limit: how many of them make a batch. 1 while the carrier sleeps, 0 when all is lost.
         error: why all is lost.
         moves: whether the peer takes and gives large tensors beside the operations.
+        layouts: of the templates that are defined, by number.
     """
 
     def __init__(self, label: Callable[[], str]) -> None:
         self.label = label
-        self.queue: deque[bytes | int] = deque()
+        self.queue: deque[bytes | int | _Forgotten] = deque()
         self.limit = 1
         self.error: MeshError | None = None
         self.moves = False
@@ -137,10 +163,16 @@ class Session:
         self.next_id = itertools.count(1).__next__
         self._next_request = itertools.count(1).__next__
         self._next_template = itertools.count(1).__next__
+        self.next_sequence = itertools.count(1).__next__
+        self.layouts: dict[int, wire.Layout] = {}
         self._lock = threading.Lock()
         self._requests: dict[int, Request] = {}
         self._templates: deque[tuple[int, Callable[[], object]]] = deque()
         self._retired: deque[int] = deque()
+        self._recording: Recording | None = None
+        self._pins: Counter[int] = Counter()
+        self._held: set[int] = set()
+        """Handles that were let go of here, and that something captured uses."""
         self._carrier: Carrier | None = None
         _sessions.add(self)
 
@@ -150,14 +182,18 @@ class Session:
 
     # -- sending
 
-    def define(self, template: wire.Template, forget: Callable[[], object]) -> int:
+    def define(
+        self, template: wire.Template, layout: wire.Layout, forget: Callable[[], object]
+    ) -> int:
         """Queue the definition of a template and return its number.
 
         Args:
             template: which.
+            layout: of its operations.
             forget: called, in this or a later call, when it is not to be used any more.
         """
         number = self._next_template()
+        self.layouts[number] = layout
         self.queue.append(wire.define(number, template))
         self._templates.append((number, forget))
         if len(self._templates) > MAX_TEMPLATES:
@@ -165,7 +201,9 @@ class Session:
             drop()
             self._retired.append(oldest)
         if len(self._retired) > RETIRED:
-            self.queue.append(wire.forget(self._retired.popleft()))
+            retired = self._retired.popleft()
+            self.layouts.pop(retired, None)
+            self.queue.append(wire.forget(retired))
         return number
 
     def emit(self, message: bytes) -> None:
@@ -222,6 +260,8 @@ class Session:
                         self.queue.appendleft(batch)
                 if not taken:
                     return False
+                if self._recording is not None:
+                    self._recording.batches.append(batch)
             self.limit = BATCH
             return True
         finally:
@@ -267,7 +307,79 @@ class Session:
             self._fail_requests()
         return request, lambda: self._requests.pop(key, None)
 
+    # -- what is captured, see `capturing`
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Record what goes to the peer during the block.
+
+        Raises:
+            DeviceError: something is recorded already, or this thread is the one that sends.
+            MeshError: as `emit`.
+        """
+        if not self.flush():
+            raise DeviceError(
+                "capture of operations",
+                peer=self.label(),
+                why="this thread is the one that sends them",
+                fix="Capture in another thread.",
+            )
+        with self._lock:
+            if self._recording is not None:
+                raise DeviceError(
+                    "capture of operations", peer=self.label(), why="others are captured now"
+                )
+            recording = self._recording = Recording(self.next_id())
+        try:
+            yield recording
+        finally:
+            with self._lock:
+                self._recording = None
+                self.queue.extend(recording.released)
+
+    def pin(self, choose: Callable[[], Collection[int]]) -> None:
+        """Keep handles at the peer, also when they are let go of here.
+
+        Nothing is sent while `choose` returns which.
+        """
+        with self._lock:
+            self._pins.update(choose())
+
+    def forget_captured(self, numbers: tuple[int, ...], pins: frozenset[int]) -> None:
+        """Have the peer forget sequences, and what was kept for them. Only queues."""
+        self.queue.append(_Forgotten(numbers, pins))
+
+    def _is_kept(self, handle: int) -> bool:
+        """Return whether a handle that was let go of must stay at the peer."""
+        if handle in self._pins:
+            self._held.add(handle)
+            return True
+        if self._recording is not None and handle < self._recording.first:
+            self._recording.released.add(handle)
+            return True
+        return False
+
+    def _unpinned(self, pins: frozenset[int]) -> list[int]:
+        """Return which handles nothing needs any more."""
+        self._pins.subtract(pins)
+        over = [handle for handle in pins if not self._pins[handle]]
+        for handle in over:
+            del self._pins[handle]
+        gone = [handle for handle in over if handle in self._held]
+        self._held.difference_update(gone)
+        return gone
+
+    def _check_not_recording(self, what: str) -> None:
+        if self._recording is not None:
+            raise UnsupportedOnDevice(
+                f"{what} while operations are captured",
+                peer=self.label(),
+                why="it is the program that would go on from it, and that is not run again",
+                fix="Do it before or after the block.",
+            )
+
     def _request(self, request: Request, make: Callable[[int], bytes]) -> Request:
+        self._check_not_recording(request.what)
         key = self._next_request()
         self._requests[key] = request
         try:
@@ -307,9 +419,14 @@ class Session:
         size = 0
         while queue and size < BATCH_BYTES:
             item = queue.popleft()
+            if type(item) is _Forgotten:
+                parts.extend(map(wire.drop, item.numbers))
+                released += self._unpinned(item.pins)
+                continue
             if type(item) is int:
-                released.append(item)
-                size += 8
+                if not self._is_kept(item):
+                    released.append(item)
+                    size += 8
                 continue
             assert isinstance(item, bytes)
             if type(item) is Order:
@@ -387,7 +504,7 @@ class Session:
                 _, request = self._requests.popitem()
             except KeyError:
                 return  # another thread took the last
-            if not request.future.done():
+            with contextlib.suppress(InvalidStateError):  # it was answered just now
                 request.future.set_exception(self.lost())
 
     def _explained(self, failure: wire.Failure) -> MeshError:

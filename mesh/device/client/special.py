@@ -313,7 +313,7 @@ def _empty(
     pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    kind = dtype or torch.get_default_dtype()
+    kind = dtype or _float_dtype(device)
     plain = memory_format in (None, torch.contiguous_format, torch.preserve_format)
     if plain:
         strides = dense_strides(size)
@@ -331,8 +331,12 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> torch.Tensor:
-    geometry = wire.Geometry(dtype or torch.get_default_dtype(), tuple(size), tuple(stride))
+    geometry = wire.Geometry(dtype or _float_dtype(device), tuple(size), tuple(stride))
     return empty(device_of(device), geometry.shape, geometry.strides, geometry.dtype, geometry.span)
+
+
+def _float_dtype(device: torch.device | None) -> torch.dtype:
+    return device_of(device).float_dtype or torch.get_default_dtype()
 
 
 def _resize(

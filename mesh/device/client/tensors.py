@@ -76,6 +76,11 @@ class Device:
         index: k of ``mesh:k``.
         remote: its number at the peer.
         facts: what the peer says of it.
+
+    Attributes:
+        float_dtype: of new tensors of floats, where no type is given; None for torch's default.
+        is_used: whether any operation was called on it.
+        is_configured: whether it was configured, which can be done once.
     """
 
     def __init__(
@@ -85,6 +90,9 @@ class Device:
         self.index = index
         self.remote = remote
         self.facts = facts
+        self.float_dtype: torch.dtype | None = None
+        self.is_used = False
+        self.is_configured = False
         self.torch_device = torch.device(BACKEND, index)
         self.release: Callable[[int], object] = session.queue.append
         self.next_id: Callable[[], int] = session.next_id

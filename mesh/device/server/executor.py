@@ -39,6 +39,9 @@ LENGTH = struct.Struct("<I")
 ORDER = 1 << 31
 """Added to the length of an order."""
 
+MAX_DESCRIPTORS = 8
+"""Descriptors that have come and were not taken: one comes with a frame."""
+
 MEMORY_SLACK = 1 << 30
 """Bytes beside the session's own tensors: results on the way, and torch's workspaces."""
 
@@ -145,6 +148,8 @@ class Inlet:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(content) - len(content) % _DESCRIPTOR.size
                 self.descriptors.extend(n for (n,) in _DESCRIPTOR.iter_unpack(content[:whole]))
+        while len(self.descriptors) > MAX_DESCRIPTORS:
+            os.close(self.descriptors.pop())
         if not got:
             raise EOFError
         return got

@@ -23,14 +23,14 @@ class Step:
         run: does it.
         uses: handles that it reads.
         changes: handles that it writes to, makes, or ends.
-        random: the device of which it draws or sets random numbers; None if of none.
+        random: the devices of which it draws or sets random numbers.
         is_last: whether it has to wait for everything before it.
     """
 
     run: Callable[[], object]
     uses: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
-    random: int | None = None
+    random: tuple[int, ...] = ()
     is_last: bool = False
 
 
@@ -89,7 +89,7 @@ class Later:
         if step.is_last:
             return bool(self._awaited or self._steps)
         return (
-            (step.random is not None and step.random in self._random)
+            _meet(step.random, self._random)
             or _meet(step.uses, self._writes)
             or _meet(step.changes, self._writes)
             or _meet(step.changes, self._reads)
@@ -99,8 +99,7 @@ class Later:
         self._steps.append(step)
         self._reads.update(step.uses)
         self._writes.update(step.changes)
-        if step.random is not None:
-            self._random.add(step.random)
+        self._random.update(step.random)
 
 
 def _meet(some: Iterable[int], others: set[int]) -> bool:

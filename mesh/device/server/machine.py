@@ -8,7 +8,6 @@ run in the order they come in, on one thread, but for those that wait for what h
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,9 +18,11 @@ from auth import MeshError
 from mesh.device import wire
 from mesh.device.errors import DeviceError, OperationFailed
 from mesh.device.groups.member import Groups
+from mesh.device.server.arrivals import Arrivals, Come, Place, fill_from
 from mesh.device.server.later import Later, Step
 from mesh.device.server.program import Made, Program
 from mesh.device.server.randomness import RandomStates
+from mesh.device.server.sequence import Sequences
 from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
 from tensor_bridge.codec import memory_order
 from transport import CborValue, LimitExceeded, ProtocolError
@@ -66,15 +67,6 @@ class _Slot:
         self.views: dict[wire.Geometry, torch.Tensor] | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """Where bytes that arrive belong."""
-
-    handle: int
-    offset: int
-    nbytes: int
-
-
 class _Poisoned(Exception):
     """A tensor was to be used that does not exist because an operation has failed."""
 
@@ -113,10 +105,8 @@ class Machine:
         self._programs: dict[int, Program] = {}
         self._known: dict[wire.Geometry, wire.Geometry] = {}
         self._later = Later()
-        self._places: dict[int, _Place] = {}
-        """Where what is expected belongs."""
-        self._come: dict[int, int | MeshError | None] = {}
-        """What has come before it was expected: descriptors, errors, or None for no bytes."""
+        self._sequences = Sequences()
+        self._arrivals = Arrivals(self._later, self._settle)
         self._own: dict[str, Callable[[int, Program, Sequence[Any], Reply], None]] = {
             wire.READ: self._read,
             wire.WAIT: self._wait,
@@ -148,14 +138,14 @@ class Machine:
                     if later.is_idle:
                         run(program, message.values)
                     else:
-                        later.do(_step_of(program, message.values, run))
+                        later.do(program.step(message.values, run))
                     continue
                 match message:
                     case wire.Release(handles):
                         self._release_now_or_later(handles)
                     case wire.Ask(request, number, values):
                         ask = partial(self._ask, request, reply=reply)
-                        later.do(_step_of(programs[number], values, ask))
+                        later.do(programs[number].step(values, ask))
                     case wire.Define(number, template):
                         self._define(number, template)
                     case wire.Write(handle, offset, data):
@@ -165,35 +155,34 @@ class Machine:
                     case wire.Seed(device, value):
                         place = self._check_device(device)
                         seed = partial(self._random.seed, place, value)
-                        later.do(Step(seed, random=place))
+                        later.do(Step(seed, random=(place,)))
                     case wire.Forget(number):
                         self._forget(number)
                     case wire.Poison(handle, error):
                         replace = partial(self._replace, handle, wire.Failure(error))
                         later.do(Step(replace, (), (handle,)))
+                    case wire.Replay(number):
+                        sequence = self._sequences[number]
+                        later.do(sequence.step(run, self._release))
+                    case wire.Capture(number, steps):
+                        self._sequences.add(number, steps, programs)
+                    case wire.Drop(number):
+                        self._sequences.drop(number)
+                    case wire.Content(max_bytes):
+                        most = min(max_bytes, self.limits.max_bytes)
+                        self.limits = dataclasses.replace(self.limits, max_bytes=most)
 
     # -- what comes and goes beside the batches
 
     def expect(self, arrival: int, handle: int, offset: int, nbytes: int) -> None:
         """Have what touches a storage from now on wait until bytes for it have arrived."""
-        place = _Place(handle, offset, nbytes)
-        self._later.do(Step(partial(self._expect, arrival, place), (), (handle,)))
-
-    def arrive(self, arrival: int, come: int | MeshError | None) -> None:
-        """Put what has arrived in its place.
-
-        Args:
-            arrival: which one.
-            come: a descriptor of memory that begins with the bytes, which is closed here; why it
-                did not arrive; or None if it is no bytes.
-        """
-        if not self._later.is_expected(arrival):
-            self._come[arrival] = come
-            return
-        place = self._places.pop(arrival)
         with torch.inference_mode():
-            self._settle(place, come)
-            self._later.arrived(arrival)
+            self._arrivals.expect(arrival, Place(handle, offset, nbytes))
+
+    def arrive(self, arrival: int, come: Come) -> None:
+        """Put what has arrived in its place, and run what has waited for it."""
+        with torch.inference_mode():
+            self._arrivals.come(arrival, come)
 
     def hand(self, request: int, number: int, handle: int, give: Give, reply: Reply) -> None:
         """Give the elements of a tensor, read by a template, as they lie in memory.
@@ -213,45 +202,23 @@ class Machine:
             self._ask(request, program, values, reply, give)
 
         with torch.inference_mode():
-            self._later.do(_step_of(program, (handle,), read))
+            self._later.do(program.step((handle,), read))
 
-    def _expect(self, arrival: int, place: _Place) -> None:
-        if arrival in self._come:
-            self._settle(place, self._come.pop(arrival))
-            return
-        self._places[arrival] = place
-        self._later.expect(arrival, place.handle)
-
-    def _settle(self, place: _Place, come: int | MeshError | None) -> None:
+    def _settle(self, place: Place, come: Come) -> None:
         if isinstance(come, MeshError):
             self._replace(place.handle, wire.Failure(come))
-        elif come is not None:
-            try:
-                self._load(place, come)
-            except (MeshError, OSError, RuntimeError) as error:
-                why = " ".join(str(error).split())[:MAX_REASON]
-                failed = DeviceError("a move into a device", why=why)
-                self._replace(place.handle, wire.Failure(failed))
-            finally:
-                os.close(come)
-
-    def _load(self, place: _Place, descriptor: int) -> None:
         slot = self._slots.get(place.handle)
-        if type(slot) is not _Slot:
+        if not isinstance(come, int) or type(slot) is not _Slot:
             return  # poisoned: whoever reads it is told
-        if place.offset + place.nbytes > slot.nbytes:
-            raise _bad(f"bytes up to {place.offset + place.nbytes} of a storage of {slot.nbytes}")
-        flat = wire.Geometry(torch.uint8, (place.nbytes,), (1,), place.offset)
-        target = _over(slot.base, flat)
-        landed = target if target.device.type == "cpu" else target.to("cpu")
-        room, start = tensor_bytes(landed), 0
-        while start < place.nbytes:
-            count = os.preadv(descriptor, [room[start:]], start)
-            if not count:
-                raise DeviceError("a move into a device", why="its memory was cut short")
-            start += count
-        if landed is not target:
-            target.copy_(landed)
+        try:
+            if place.offset + place.nbytes > slot.nbytes:
+                end = place.offset + place.nbytes
+                raise _bad(f"bytes up to {end} of a storage of {slot.nbytes}")
+            flat = wire.Geometry(torch.uint8, (place.nbytes,), (1,), place.offset)
+            fill_from(come, _over(slot.base, flat))
+        except (MeshError, OSError, RuntimeError) as error:
+            failed = DeviceError("a move into a device", why=_reason(error))
+            self._replace(place.handle, wire.Failure(failed))
 
     # -- operations
 
@@ -427,8 +394,7 @@ class Machine:
         start = len(program.tensors)
         made = values[start : start + program.count] or [values[i] for i in program.written]
         if not isinstance(error, MeshError):
-            reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
-            error = OperationFailed(f"operation {name}", why=reason)
+            error = OperationFailed(f"operation {name}", why=_reason(error))
         return wire.Failure(error, name, int(made[0]) if made else 0)
 
     # -- what is answered
@@ -607,30 +573,16 @@ def _over(base: torch.Tensor, geometry: wire.Geometry) -> torch.Tensor:
     return alias.set_(base.untyped_storage(), geometry.offset, geometry.shape, geometry.strides)
 
 
-def _step_of(
-    program: Program, values: Sequence[Any], run: Callable[[Program, Sequence[Any]], object]
-) -> Step:
-    """Return an operation with what it depends on."""
-    name, start = program.template.name, len(program.tensors)
-    draws = program.is_random or name in (wire.GET_RNG, wire.SET_RNG)
-    return Step(
-        partial(run, program, values),
-        tuple(values[:start]),
-        (
-            *values[start : start + program.count],
-            *(values[index] for index in program.written),
-        ),
-        program.template.device if draws else None,
-        name in (wire.WAIT, wire.START, wire.TAKE),  # a group's have to come in its order
-    )
-
-
 def _flat(results: Any) -> Iterator[Any]:
     if isinstance(results, list | tuple):
         for result in results:
             yield from _flat(result)
     else:
         yield results
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 def _unexpected(why: str) -> DeviceError:

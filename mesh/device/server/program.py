@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from mesh.device import wire
 from mesh.device.groups.working import Call, check_call
+from mesh.device.server.later import Step
 from transport import ProtocolError
 
 __all__ = ["Made", "Program"]
@@ -118,6 +120,18 @@ class Program:
             return flat, {}
         count = self._positional
         return flat[:count], dict(zip(self._names, flat[count:], strict=True))
+
+    def step(self, values: Sequence[Any], run: Callable[[Program, Sequence[Any]], object]) -> Step:
+        """Return what runs it with these values, and what that depends on."""
+        name, start = self.template.name, len(self.tensors)
+        draws = self.is_random or name in (wire.GET_RNG, wire.SET_RNG)
+        return Step(
+            partial(run, self, values),
+            tuple(values[:start]),
+            (*values[start : start + self.count], *(values[index] for index in self.written)),
+            (self.template.device,) if draws else (),
+            name == wire.WAIT,
+        )
 
     def _prepare_plain(self) -> None:
         self._constant: list[Any] = []

@@ -216,7 +216,7 @@ class DeviceService:
             executor.kill()
             raise _unknown()
         session = self._sessions[key] = ServerSession(
-            request.peer, executor, limits, self._store, request.grant.quotas
+            key[1], request.peer, executor, limits, self._store, request.grant.quotas
         )
         # Until a stream carries it: its client may be gone before it hears of it.
         session.detached_at = anyio.current_time()
@@ -231,7 +231,7 @@ class DeviceService:
                 for session in tuple(self._sessions.values()):
                     left = session.detached_at
                     if left is not None and now - left >= self.limits.lease:
-                        session.close()
+                        session.abandon()
 
     def _observe(self, event: EndpointEvent) -> None:
         if isinstance(event, PeerRevoked):

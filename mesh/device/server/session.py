@@ -17,7 +17,15 @@ import torch
 from auth import MeshError, NodeId, PeerIdentity, Quotas
 from mesh.device import wire
 from mesh.device.errors import DeviceError, SessionLost
-from mesh.device.handover import INTERNAL, Arrived, PutIn, Taken, TakeOut, decode_order
+from mesh.device.handover import (
+    INTERNAL,
+    Arrived,
+    PutIn,
+    Taken,
+    TakeOut,
+    decode_order,
+    transit_name,
+)
 from mesh.device.link import MAX_FRAME, Link
 from mesh.device.server import orders
 from mesh.device.server.executor import LENGTH, ORDER, ExecutorLimits, Inlet
@@ -83,6 +91,7 @@ class ServerSession:
     """A session, from its first stream until it is closed, its executor ends, or its lease does.
 
     Args:
+        number: what its client calls it.
         owner: whose it is.
         executor: runs its operations.
         limits: of the executor.
@@ -97,6 +106,7 @@ class ServerSession:
 
     def __init__(
         self,
+        number: bytes,
         owner: PeerIdentity,
         executor: Executor,
         limits: ExecutorLimits,
@@ -104,6 +114,8 @@ class ServerSession:
         quotas: Quotas | None = None,
     ) -> None:
         self.owner = owner
+        self._number = number
+        self._is_abandoned = False
         self.link = Link(self._take)
         self.detached_at: float | None = None
         self.ended = anyio.Event()
@@ -153,8 +165,7 @@ class ServerSession:
                 self._stream.cancel()
             for taking in self._taking.values():
                 taking.reservation.release()
-            for arrived in self._arrived.values():
-                self._drop(arrived)
+            self._drop_rest()
             self.ended.set()
             over()
 
@@ -179,6 +190,11 @@ class ServerSession:
     def close(self) -> None:
         """End it now."""
         self._scope.cancel()
+
+    def abandon(self) -> None:
+        """End it now: its client is gone, and will not come back for anything."""
+        self._is_abandoned = True
+        self.close()
 
     def arrive(self, arrived: Arrived) -> None:
         """Take what its client says has arrived for it.
@@ -286,7 +302,8 @@ class ServerSession:
         self._drop(arrived)
         del self._arrived[arrived.arrival]
         del self._awaited[arrived.arrival]
-        self._behind = 0
+        if not self._awaited:
+            self._behind = 0
         self._wake_queue()
         await self.link.post(wire.answer(order.request, None))
 
@@ -322,6 +339,18 @@ class ServerSession:
                 self._store.delete(stored.object_id)
             except MeshError:
                 pass  # it has gone before
+
+    def _drop_rest(self) -> None:
+        """Let go of what is in the store on its way here, and away if its client is gone."""
+        for arrived in self._arrived.values():
+            self._drop(arrived)
+        names = {transit_name(self._number)}
+        if self._is_abandoned:
+            names.add(transit_name(self._number, out=True))
+        if self._store is not None:
+            for stored in tuple(self._store.by_owner(self.owner.node_id)):
+                if stored.name in names:
+                    self._store.delete(stored.object_id)
 
     # -- from the executor
 
@@ -369,7 +398,8 @@ class ServerSession:
                 failed = wire.Failure(DeviceError("a move from a device", why=why))
         del self._taking[request]
         if failed is None and taking.tensor is not None:
-            stored = taking.reservation.keep(taking.tensor)
+            name = transit_name(self._number, out=True)
+            stored = taking.reservation.keep(taking.tensor, name=name)
             taken = Taken(stored.object_id, stored.version)
             await self.link.post(wire.answer(request, taken.encode()))
             return

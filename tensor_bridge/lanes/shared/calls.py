@@ -3,8 +3,10 @@
 Whoever of the two has asked for shared memory makes the rings and gives their descriptors over the
 Unix socket of the link; from then on calls go by them, in both directions, if they are short.
 What a call may do is asked on the side that serves it exactly as for a stream
-(``transport.Endpoint.answer``). Memory that garbles a message ends the link, and the calls on it
-fail as with a broken connection; calls after it take streams again.
+(``transport.Endpoint.begin_answer``). Memory that garbles a message ends the link, and the calls on
+it fail as with a broken connection; calls after it take streams again.
+
+A thread that calls writes to the ring itself, and looks for its reply itself for a moment.
 
     request    the body of a request frame; `call` is a number that the caller draws
     part       the beginning of a reply that is longer than a message
@@ -20,8 +22,11 @@ import itertools
 import logging
 import mmap
 import os
+import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -46,11 +51,14 @@ __all__ = ["RINGS", "Calls", "make_rings", "take_rings"]
 
 REQUEST, PART, REPLY, ELSEWHERE, CANCEL = range(1, 6)
 
+_ANSWERS = (PART, REPLY, ELSEWHERE)
+
 RINGS = 3
 """Descriptors of a pair of rings: the memory, where the maker sleeps, and where the other does."""
 
-MAX_RUNNING = 128
-"""Calls served at a time for the peer; further ones come on streams, as the grant allows."""
+MAX_RUNNING = 1024
+"""Calls served at a time for the peer: those that call back need as many as they are deep. Further
+ones come on streams, as the grant allows."""
 
 MAX_REPLY = 1 << 20
 """Longest reply, that of a frame."""
@@ -59,14 +67,30 @@ MESSAGES_A_TURN = 32
 """Messages taken before others on the event loop have their turn."""
 
 RETRY_SECONDS = 0.001
-"""Between two tries to write what the ring had no room for."""
+LONGEST_RETRY = 0.05
+"""Between two tries to write what the ring had no room for; each time twice as long as before."""
+
+FEW_UNSENT = 32
+"""With so many messages that wait for room, replies wait with their calls: who takes none makes
+this process hold the replies to those that it serves at a time, and no more."""
 
 MAX_UNSENT = 4096
-"""Messages that wait for room. Who takes none of so many replies does not keep to the protocol."""
+"""Messages that wait for room. Who takes none of so many does not keep to the protocol."""
 
 _log = logging.getLogger("quicmesh.tensors")
 
-Serve = Callable[[bytes], Awaitable[bytes | None]]
+SPIN_SECONDS = 200e-6
+"""How long a thread that waits for a reply looks for it itself, before it sleeps: most replies that
+are computed at once are there by then, and to be woken takes as long again."""
+
+LOOK_SECONDS = 0.2
+"""Between two looks whether a thread is still to wait."""
+
+TURN_SECONDS = 1e-3
+"""How long calls that are answered at once may keep the event loop from others."""
+
+Serve = Callable[[bytes], bytes | Coroutine[Any, Any, bytes | None]]
+"""What is answered at once, or what is to be awaited for it."""
 
 
 class Calls:
@@ -102,10 +126,17 @@ class Calls:
         self._peer = peer
         self._serve = serve
         self._numbers = itertools.count()
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _Waiting | _Sleeping] = {}
+        self._lock = threading.Lock()
+        """Held by whoever writes to a ring or takes from one."""
+        self._spinning = 0
+        """Threads that look for replies themselves."""
+        self._found: deque[Message] = deque()
+        """What they have found for the event loop."""
         self._running: dict[int, anyio.CancelScope] = {}
         self._unsent: deque[Message] = deque()
         self._is_stuck = anyio.Event()
+        self._has_room = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._is_over = False
         self._failure: ProtocolError | None = None
@@ -158,16 +189,43 @@ class Calls:
             raise ConnectionClosed("a call", peer=self._peer, stage="answer")
         return bytes(waiting.reply) if waiting.is_answered else None
 
+    def call_in_thread(
+        self, request: bytes, timeout: float, is_over: Callable[[], bool]
+    ) -> bytes | None:
+        """See ``transport.Carrier``."""
+        number, waiting = next(self._numbers), _Sleeping()
+        self._waiting[number] = waiting
+        try:
+            if self._tasks is None or self._unsent:
+                return None
+            if not self._put(Message(REQUEST, number, request)):
+                return None
+            self._spin(waiting)
+            end = time.monotonic() + timeout
+            while not waiting.over.wait(max(0.0, min(end - time.monotonic(), LOOK_SECONDS))):
+                if time.monotonic() >= end or is_over():
+                    raise TimeoutError
+        except BaseException:
+            if not waiting.over.is_set():
+                self._put(Message(CANCEL, number))  # without room, its own limit ends it there
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if waiting.is_lost:
+            raise ConnectionClosed("a call", peer=self._peer, stage="answer")
+        return bytes(waiting.reply) if waiting.is_answered else None
+
     def close(self) -> None:
         """Let go of everything; calls under way fail. May be repeated."""
-        if self._is_over:
-            return
-        self._is_over = True
-        for waiting in self._waiting.values():
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            self.release()
+        for waiting in tuple(self._waiting.values()):
             if not waiting.over.is_set():
                 waiting.is_lost = True
                 waiting.over.set()
-        self.release()
 
     def release(self) -> None:
         """Let go of memory and descriptors alone, as a forked child has to. May be repeated."""
@@ -192,11 +250,79 @@ class Calls:
         self._waiter.drain()
         if self._failure is not None:
             raise self._failure
+        end = time.perf_counter() + TURN_SECONDS
         for _ in range(MESSAGES_A_TURN):
-            message = self._inbox.take()
+            message = self._next()
             if message is None:
                 return False
             self._took(message)
+            if time.perf_counter() > end:
+                break
+        return True
+
+    def _next(self) -> Message | None:
+        """Take what comes next for the event loop; give threads what is theirs on the way.
+
+        What threads have found for it comes first: it was taken before.
+        """
+        with self._lock:
+            if self._found:
+                return self._found.popleft()
+            while not self._is_over and (message := self._inbox.take()) is not None:
+                if not self._has_woken(message):
+                    return message
+            return None
+
+    def _has_woken(self, message: Message) -> bool:
+        """Give a message to the thread that waits for it, if one does. With the lock held.
+
+        For two threads that take parts of one reply must not change their order.
+        """
+        waiting = self._waiting.get(message.call) if message.kind in _ANSWERS else None
+        if not isinstance(waiting, _Sleeping):
+            return False
+        waiting.take(message)
+        return True
+
+    def _spin(self, waiting: _Sleeping) -> None:
+        """Look for a reply, in its own thread, for a moment."""
+        end = time.perf_counter() + SPIN_SECONDS
+        with self._lock:
+            if self._is_over:
+                return
+            self._spinning += 1
+            self._waiter.disarm()
+        try:
+            while not waiting.over.is_set() and time.perf_counter() < end:
+                if self._look():
+                    continue
+                os.sched_yield()
+        finally:
+            with self._lock:
+                self._spinning -= 1
+                if not self._spinning and not self._is_over:
+                    self._waiter.arm()
+                    if not self._inbox.is_empty:
+                        self._waiter.wake()
+
+    def _look(self) -> bool:
+        """Take a message in a thread that waits for one; return whether there was one."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            # Those found before are the loop's, and come before what is there now.
+            message = None if self._is_over or self._found else self._inbox.take()
+            if message is None:
+                return False
+            if not self._has_woken(message):
+                self._found.append(message)
+                self._waiter.wake()
+        except ProtocolError as error:
+            self._failure = error
+            self._waiter.wake()
+            return False
+        finally:
+            self._lock.release()
         return True
 
     def _took(self, message: Message) -> None:
@@ -221,21 +347,31 @@ class Calls:
         if len(self._running) >= MAX_RUNNING:
             self._post(Message(ELSEWHERE, call))
             return
+        served = self._serve(body)
+        if isinstance(served, bytes):
+            if len(self._unsent) < FEW_UNSENT:
+                for message in _replies(call, served):
+                    self._post(message)
+                return
+            served = _given(served)
         scope = self._running[call] = anyio.CancelScope()
-        self._tasks.start_soon(self._answer, call, body, scope)
+        self._tasks.start_soon(self._answer, call, served, scope)
 
-    async def _answer(self, call: int, body: bytes, scope: anyio.CancelScope) -> None:
+    async def _answer(
+        self, call: int, serving: Coroutine[Any, Any, bytes | None], scope: anyio.CancelScope
+    ) -> None:
         try:
             with scope:
-                reply = await self._serve(body)
+                reply = await serving
                 if reply is None:
                     self._post(Message(ELSEWHERE, call))
                     return
-                while len(reply) > MAX_BODY:
-                    self._post(Message(PART, call, reply[:MAX_BODY]))
-                    reply = reply[MAX_BODY:]
-                self._post(Message(REPLY, call, reply))
+                for message in _replies(call, reply):
+                    while len(self._unsent) >= FEW_UNSENT:
+                        await self._has_room.wait()
+                    self._post(message)
         finally:
+            serving.close()  # if it was cancelled before it began
             del self._running[call]
 
     def _post(self, message: Message) -> None:
@@ -249,7 +385,8 @@ class Calls:
 
     def _put(self, message: Message) -> bool:
         try:
-            return self._outbox.put(message)
+            with self._lock:
+                return not self._is_over and self._outbox.put(message)
         except ProtocolError as error:
             self._fail(error)
             return False
@@ -263,7 +400,7 @@ class Calls:
     def _take_replies(self) -> None:
         """Take what was still answered by one who has left since."""
         with contextlib.suppress(ProtocolError):
-            while (message := self._inbox.take()) is not None:
+            while (message := self._next()) is not None:
                 if message.kind in (PART, REPLY) and message.call in self._waiting:
                     self._waiting[message.call].take(message)
 
@@ -271,20 +408,37 @@ class Calls:
         while True:
             await self._is_stuck.wait()
             self._is_stuck = anyio.Event()
+            pause = RETRY_SECONDS
             while self._unsent:
                 while self._unsent and self._put(self._unsent[0]):
                     self._unsent.popleft()
-                await anyio.sleep(RETRY_SECONDS)
+                    pause = RETRY_SECONDS
+                if len(self._unsent) < FEW_UNSENT:
+                    self._has_room.set()
+                    self._has_room = anyio.Event()
+                await anyio.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY)
 
 
-class _Waiting:
-    """A call that waits for its reply."""
+def _replies(call: int, reply: bytes) -> Iterator[Message]:
+    """Cut a reply into messages."""
+    while len(reply) > MAX_BODY:
+        yield Message(PART, call, reply[:MAX_BODY])
+        reply = reply[MAX_BODY:]
+    yield Message(REPLY, call, reply)
 
-    __slots__ = ("is_answered", "is_lost", "over", "reply")
+
+async def _given(reply: bytes) -> bytes:
+    return reply
+
+
+class _Reply:
+    """What comes of a call's reply."""
+
+    over: anyio.Event | _Once
 
     def __init__(self) -> None:
         self.reply = bytearray()
-        self.over = anyio.Event()
         self.is_answered = False
         self.is_lost = False
 
@@ -302,6 +456,42 @@ class _Waiting:
         self.is_answered = message.kind == REPLY
         if message.kind != PART:
             self.over.set()
+
+
+class _Waiting(_Reply):
+    """A call that a task waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over: anyio.Event = anyio.Event()
+
+
+class _Once:
+    """A `threading.Event` for one thread that waits: made in a tenth of the time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        if not self._is_set:
+            self._is_set = True
+            self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        return self._is_set or self._lock.acquire(timeout=timeout)
+
+
+class _Sleeping(_Reply):
+    """A call that a thread waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over: _Once = _Once()
 
 
 def make_rings(peer: PeerIdentity, serve: Serve) -> tuple[Calls, tuple[int, ...]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVarTuple, Unpack
 
 import anyio
@@ -120,8 +121,23 @@ class _Carrier:
         calls = self._link.calls
         if calls is None:
             return None
-        try:
+        with self._telling():
             return await calls.call(request)
+
+    def call_in_thread(
+        self, request: bytes, timeout: float, is_over: Callable[[], bool]
+    ) -> bytes | None:
+        """See ``transport.Carrier``."""
+        calls = self._link.calls
+        if calls is None:
+            return None
+        with self._telling():
+            return calls.call_in_thread(request, timeout, is_over)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
         except ConnectionClosed as error:
             error.why = f"the memory shared with it is given up: {self._link.why_ended}"
             error.fix = "Whether it was served, nobody knows. Calls take streams from now on."
@@ -278,7 +294,7 @@ class Sharing:
     async def _run(
         self, found: Found, connection: Connection, pair: _Pair, *, makes_rings: bool = False
     ) -> None:
-        serve = functools.partial(self._endpoint.answer, connection)
+        serve = functools.partial(self._endpoint.begin_answer, connection)
         link = Link(found.sock, connection.peer, found.process, serve)
         if connection.closed is not None:
             link.end("the connection is over")

@@ -22,7 +22,6 @@ from tests.mesh.distributed.nodes import LOOPBACK
 __all__ = [
     "AgentView",
     "Fixture",
-    "autograd_counts",
     "current_agent",
     "init_rpc",
     "init_rpc_backend",
@@ -159,11 +158,6 @@ def reference_counts() -> dict[str, str]:
         "num_pending_users": "0",
         "num_pending_futures": "0",
     }
-
-
-def autograd_counts() -> dict[str, str]:
-    """Return no numbers."""
-    return {}
 
 
 def _get_type(ref: Any, timeout: float = -1, blocking: bool = True) -> Any:

@@ -43,9 +43,17 @@ SUITES: Mapping[str, Suite] = {
     "ReinforcementLearningRpcTest": Suite(
         "rpc.examples.reinforcement_learning_rpc_test", "ReinforcementLearningRpcTest"
     ),
+    "DistAutogradTest": Suite("rpc.dist_autograd_test", "DistAutogradTest"),
+    "TensorPipeAgentDistAutogradTest": Suite(
+        "rpc.dist_autograd_test", "TensorPipeAgentDistAutogradTest"
+    ),
+    "DistOptimizerTest": Suite("rpc.dist_optimizer_test", "DistOptimizerTest"),
+    "DdpUnderDistAutogradTest": Suite("ddp_under_dist_autograd_test", "DdpUnderDistAutogradTest"),
+    "DdpComparisonTest": Suite("ddp_under_dist_autograd_test", "DdpComparisonTest"),
 }
 
 _RPC = "torch.distributed.rpc"
+_AUTOGRAD = "torch.distributed.autograd"
 _REGISTRY = f"{_RPC}.backend_registry"
 _HERE = "tests.conformance.rpc.stand_ins"
 
@@ -80,7 +88,22 @@ REPLACED: Mapping[str, str] = {
     f"{_RPC}._get_current_rpc_agent": f"{_HERE}:current_agent",
     f"{_RPC}._is_current_rpc_agent_set": f"{_HERE}:is_agent_set",
     f"{_RPC}._rref_context_get_debug_info": f"{_HERE}:reference_counts",
-    "torch.distributed.autograd._get_debug_info": f"{_HERE}:autograd_counts",
+    **{
+        f"{_AUTOGRAD}.{old}": f"tests.conformance.rpc.autograd_views:{new}"
+        for old, new in {
+            "_current_context": "current",
+            "_get_debug_info": "autograd_counts",
+            "_get_max_id": "max_id",
+            "_is_valid_context": "is_valid",
+            "_new_context": "new",
+            "_release_context": "release",
+            "_retrieve_context": "retrieve",
+            "backward": "backward",
+        }.items()
+    },
+    # mesh.autograd, mesh.optim
+    **{f"{_AUTOGRAD}.{name}": f"mesh.autograd:{name}" for name in ("context", "get_gradients")},
+    "torch.distributed.optim.DistributedOptimizer": "mesh.optim:DistributedOptimizer",
     # mesh.nn
     "torch.distributed.nn.RemoteModule": "mesh.nn:RemoteModule",
 }

@@ -14,7 +14,7 @@ from mesh.collective import allreduce as allreduce_module
 from mesh.collective.host import reducing as reducing_module
 from tests.mesh.collective.exchange_memory import MemoryNetwork, run_ranks
 
-SIZES = [1, 2, 3, 5]
+SIZES = [1, 2, 3, 4, 5]
 BOX = 4096
 """The smallest box: several rounds for what is longer."""
 

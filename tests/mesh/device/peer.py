@@ -44,7 +44,9 @@ class Peer:
         assert self.program.stdout is not None
         self.program.stdin.write(f"{what}\n")
         self.program.stdin.flush()
-        found: dict[str, int] = json.loads(self.program.stdout.readline())
+        while not (line := self.program.stdout.readline()).startswith("{"):
+            assert line, "the peer has ended"  # else it is what an executor's libraries say
+        found: dict[str, int] = json.loads(line)
         return found
 
 

@@ -17,7 +17,7 @@ _steps = st.lists(
             st.just("run"),
             st.lists(_handles, max_size=3).map(tuple),
             st.lists(_handles, max_size=2).map(tuple),
-            st.sampled_from([None, None, 0, 1]),
+            st.sampled_from([(), (), (0,), (1,), (0, 1)]),
             st.booleans(),
         ),
         st.tuples(st.just("move"), _handles),
@@ -36,12 +36,12 @@ class Memory:
         self.told: dict[int, object] = {}
 
     def run(
-        self, name: int, reads: tuple[int, ...], writes: tuple[int, ...], random: int | None
+        self, name: int, reads: tuple[int, ...], writes: tuple[int, ...], random: tuple[int, ...]
     ) -> None:
         made: tuple[object, ...] = (name, *(self.content.get(each) for each in (*reads, *writes)))
-        if random is not None:
-            self.random[random] += 1
-            made += (self.random[random],)
+        for device in random:
+            self.random[device] += 1
+            made += (self.random[device],)
         self.told[name] = made
         for each in writes:
             self.content[each] = made
@@ -97,7 +97,7 @@ def test_the_results_are_those_of_strict_order(steps: list[tuple[object, ...]]) 
         (Step(lambda: None, (1,)), True),
         (Step(lambda: None, (), (1,)), True),
         (Step(lambda: None, (2,), (3,)), False),
-        (Step(lambda: None, random=0), False),
+        (Step(lambda: None, random=(0,)), False),
         (Step(lambda: None, is_last=True), True),
     ],
 )

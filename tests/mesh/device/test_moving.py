@@ -227,24 +227,3 @@ def test_a_move_that_fails_is_told_to_who_reads(
     with pytest.raises(MeshError, match="are left for this session"):
         x[:4].cpu()
     assert torch.ones(1, device=d).item() == 1
-
-
-@pytest.mark.slow  # starts one more peer
-def test_a_peer_that_dies_under_a_move(node: blocking.Node, peers: tuple[Peer, Peer]) -> None:
-    other = mesh.device(peers[0].ticket, node=node)
-    with peer(devices=1) as victim:
-        one = mesh.device(victim.ticket, node=node)
-        x = torch.ones(4 << 20, device=one)
-        assert x[0].item() == 1
-        y = x.to(other)
-        victim.program.kill()
-        after = torch.ones(1, device=other) + 1
-        with pytest.raises(MeshError):
-            _move_without_end(x, y)
-        assert after.item() == 2
-
-
-def _move_without_end(x: torch.Tensor, y: torch.Tensor) -> None:
-    while True:  # the first may have come just in time
-        y = y + x.to(y.device)
-        y.sum().item()

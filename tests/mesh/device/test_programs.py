@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.mesh.device.inprocess import Loopback
+from mesh.device.client import special
+from tests.mesh.device.inprocess import Loopback, SlowMover
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 SIZES = ((), (0,), (3,), (2, 3), (3, 2), (2, 1, 3), (4, 4))
@@ -247,11 +248,42 @@ def test_any_program(loopback: tuple[Loopback, list[torch.device]], steps: list[
     check(loopback, steps)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(
-    max_examples=20_000,
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(_steps)
+def test_any_program_whose_moves_are_late(
+    late: tuple[Loopback, list[torch.device]], steps: list[Step]
+) -> None:
+    check(late, steps)
+
+
+@pytest.fixture
+def late(
+    loopback: tuple[Loopback, list[torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Loopback, list[torch.device]]]:
+    """The same devices, into which everything moves beside the operations."""
+    carrier, opened = loopback
+    monkeypatch.setattr(special, "MOVE_BYTES", 1)
+    monkeypatch.setattr(carrier.session, "moves", True)
+    carrier.mover = SlowMover(carrier)
+    yield carrier, opened
+    carrier.mover.settle()
+    assert carrier.mover.waited > 5, "nothing ever had to wait"
+    carrier.mover = None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(
+    max_examples=100_000,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

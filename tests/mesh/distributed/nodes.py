@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -54,8 +54,9 @@ def process_group(
     timeout: float = 10.0,
     job: str = "test",
     name: str = "g",
+    inside: Mapping[str, str] | None = None,
 ) -> ProcessGroupMesh:
     """Form a group as the registered backend does, without torch's global state."""
-    options = Options(node, job)
+    options = Options(node, job, inside=inside or {})
     exchange = form_group(options, store, group=name, rank=rank, size=size, timeout=timeout)
     return ProcessGroupMesh(exchange, store, timedelta(seconds=timeout), options)

@@ -28,6 +28,7 @@ from mesh.distributed import ProcessGroupMesh
 from tests.mesh.collective.exchange_memory import MemoryNetwork, outcomes, run_ranks
 
 SIZES = [1, 2, 3, 4, 5]
+DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.int64, torch.complex64]
 LAYOUTS = {
     "contiguous": lambda base: base,
     "transposed": lambda base: base.transpose(0, 3),
@@ -68,7 +69,7 @@ def base_of(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_layout_through_every_collective(ranks, size, dtype, layout) -> None:
     groups = ranks(size)

@@ -54,6 +54,16 @@ def test_subgroups_with_their_own_timeout(tmp_path: Path) -> None:
     assert processes.run("subgroups", 3, tmp_path) == [[7, 4, 9], [2, 9], [7, 4, 9]]
 
 
+def test_dimensions_of_a_device_mesh_have_another_backend_inside_hosts(tmp_path: Path) -> None:
+    found = processes.run("device_mesh", 4, tmp_path)
+    assert found == [
+        [101.0, True, 11.0, True],
+        [1010.0, True, 11.0, True],
+        [101.0, True, 1100.0, True],
+        [1010.0, True, 1100.0, True],
+    ]
+
+
 def test_a_group_can_be_left_and_formed_again_over_one_store(tmp_path: Path) -> None:
     assert processes.run("again", 2, tmp_path) == [[1, 3, 5]] * 2
 
@@ -113,6 +123,33 @@ def lose(tmp_path: Path, way: str, size: int, victims: list[int], how: signal.Si
             assert burnt < 0.15, "a survivor spins"
             assert shared == (way == "host")
             assert after == size - len(victims), "no new group"
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_many_ranks_on_one_machine_form_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "DEADLINE", 300.0)
+    for seconds, total in processes.run("meet", 24, tmp_path):
+        assert seconds < 30
+        assert total == 24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("way", ["host", "quic"])
+def test_all_gathers_keep_memory_flat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(processes, "DEADLINE", 300.0)
+    ranks = processes.start("flat_memory", 2, tmp_path, way)
+    try:
+        assert all(rank.result() < 32 << 20 for rank in ranks)
     finally:
         for rank in ranks:
             rank.process.kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -132,6 +133,50 @@ def subgroups(rank: int, size: int) -> Any:
     dist.destroy_process_group(everyone)
     dist.all_reduce(again)
     found.append(again.item())
+    dist.destroy_process_group()
+    return found
+
+
+def meet(rank: int, size: int) -> Any:
+    """Form the group; return how long that took after the imports."""
+    seconds = time.monotonic() - _imported
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return [seconds, tensor.item()]
+
+
+def flat_memory(rank: int, size: int) -> Any:
+    """Gather 8 MiB of each rank 200 times; return by how many bytes the process has grown."""
+    outs, mine = [torch.empty(2 << 20) for _ in range(size)], torch.ones(2 << 20)
+    for turn in range(220):
+        if turn == 20:
+            before = resident()
+        dist.all_gather(outs, mine)
+    grown = resident() - before
+    dist.destroy_process_group()
+    return grown
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def device_mesh(rank: int, size: int) -> Any:
+    """Reduce along each dimension of a mesh whose groups have gloo inside hosts."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    node, found = dist.group.WORLD.options.node, []
+    dist.destroy_process_group()
+    with mesh.distributed.use(node, job="test", inside={"cpu": "gloo"}):
+        form(rank, size)
+        grid = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("rows", "columns"))
+    for name in ("rows", "columns"):
+        group = grid.get_group(name)
+        tensor = torch.tensor([float(10**rank)])
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, group=group, group_src=0)
+        found += [tensor.item(), "cpu" in group._inside]
     dist.destroy_process_group()
     return found
 
@@ -279,6 +324,7 @@ def main(scenario: str, rank: int, size: int, path: str, way: str) -> None:
 
 
 _store: dist.Store
+_imported = time.monotonic()
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6])

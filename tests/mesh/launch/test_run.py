@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from auth import Ticket
+from tests.e2e.machines import Machine
 from tests.programs import Program
 
 pytestmark = pytest.mark.e2e
@@ -173,6 +175,32 @@ def test_machines_meet_by_ticket(tmp_path: Path) -> None:
     assert [first.returncode, second.returncode] == [0, 0]
     assert sorted(outs[0].splitlines()) == ["[0] rank 0 of 4", "[1] rank 1 of 4"]
     assert sorted(outs[1].splitlines()) == ["[2] rank 2 of 4", "[3] rank 3 of 4"]
+
+
+@pytest.mark.timeout(120)
+def test_a_ticket_with_an_invite_lets_a_new_machine_in(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import os; print('rank', os.environ['RANK'], os.environ['MESH_RENDEZVOUS'])")
+    host = Machine(tmp_path / "host")
+    with host.up() as daemon:
+        asked = ("--ticket", daemon.ticket, "--job", "j", "--nproc-per-node", "2", str(script))
+        for turn in range(2):  # the second time it is known, and the invite is spent
+            with start(tmp_path / "guest", *asked) as program:
+                out, errors = program.communicate(timeout=60)
+            assert program.returncode == 0, errors
+            lines = sorted(out.splitlines())
+            assert [line.split()[:3] for line in lines] == [
+                ["[0]", "rank", "0"],
+                ["[1]", "rank", "1"],
+            ]
+            url = lines[0].split()[-1]
+            invited = Ticket.decode(url.removeprefix("mesh://").partition("?")[0])
+            assert not invited.invite, turn
+        stranger = start(tmp_path / "stranger", *asked)
+        with stranger as program:
+            _, errors = program.communicate(timeout=60)
+        assert program.returncode == 4
+        assert "invite" in errors
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,10 @@ def echo(*args: Any, **kwargs: Any) -> Any:
     return args[0] if len(args) == 1 else args
 
 
+def leaf() -> torch.Tensor:
+    return torch.ones((), requires_grad=True)
+
+
 def add(a: torch.Tensor, b: Any) -> torch.Tensor:
     return a + b
 
@@ -168,3 +172,7 @@ def ping_pong(depth: int) -> int:
         return 0
     me, other = players if depth % 2 else players[::-1]
     return 1 + me.bridge.block_on(lambda: me.call(other.node_id, ping_pong, (depth - 1,)))
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    return str(tensor.device)

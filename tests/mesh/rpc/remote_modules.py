@@ -107,4 +107,5 @@ def refusals() -> None:
     raises(rpc.NotExposed, "parameters", other.remote_parameters)
     number = RemoteModule.init_from_module_rref("beta", rpc.remote("beta", not_a_module))
     raises(rpc.NotExposed, "no module", lambda: number(1))
+    raises(rpc.NotExposed, "no device", RemoteModule("beta/meta", Scale, (1.0,)).forward)
     raises(rpc.RpcError, "could not find destination", lambda: RemoteModule("nobody/cpu", Scale))

@@ -354,7 +354,7 @@ async def test_many_calls_at_once_are_all_answered() -> None:
 
 async def test_answers_that_nobody_fetches_take_room_and_are_refused_beyond_it() -> None:
     async with agents(2) as (a, b):
-        b._service._room._max_bytes_per_peer = 1_000_000
+        b.service._room._max_bytes_per_peer = 1_000_000
         connection = a._node.endpoint.connections[0]
         target = Target("function", "tests.mesh.rpc.exposures.make")
         items: list[Any] = [["t", 1], 100_000, ["d", 0]]

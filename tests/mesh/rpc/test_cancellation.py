@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from mesh.autograd.wire import Gradients
 from mesh.rpc import Agent, RefLimits
+from mesh.rpc.links import ContextId
 from tests.cancelling import Operation, Scenarios, at_each_await, process_holdings
 from tests.mesh.nodes import eventually, node
 from tests.mesh.rpc import exposures
@@ -35,10 +37,10 @@ class Calling:
             held |= endpoint_holdings(agent._node.endpoint, name)
             held[f"values of {name}"] = len(agent.owned)
             held[f"references of {name}"] = len(agent.holdings)
-            held[f"bytes of {name}"] = agent._service._room.used
-            held[f"requests of {name}"] = len(agent._service._parts._expected)
-            held[f"generators of {name}"] = agent._service.streams.open
-            held[f"answers of {name}"] = len(agent._service._parts._offered)
+            held[f"bytes of {name}"] = agent.service._room.used
+            held[f"requests of {name}"] = len(agent.service._parts._expected)
+            held[f"generators of {name}"] = agent.service.streams.open
+            held[f"answers of {name}"] = len(agent.service._parts._offered)
         return held
 
 
@@ -131,9 +133,7 @@ async def read_items(c: Calling) -> AsyncIterator[Operation]:
 
 @SCENARIOS.covers(
     "mesh.Agent.connected",
-    "mesh.Agent.fetch_parts",
     "mesh.Agent.stream_here",
-    "mesh.Agent.value_of",
 )
 async def read_ones_own(c: Calling) -> AsyncIterator[Operation]:
     async def run() -> None:
@@ -141,6 +141,20 @@ async def read_ones_own(c: Calling) -> AsyncIterator[Operation]:
         assert len([item async for item in c.here.stream(c.here.node_id, exposures.items, (1, 2))])
 
     yield run
+
+
+@SCENARIOS.covers("mesh.Agent.send_gradients", "mesh.Agent.backward_at", stride=7)
+async def go_backward(c: Calling) -> AsyncIterator[Operation]:
+    nowhere = ContextId(c.here.node_id, 1)
+    gradients = Gradients(nowhere, nowhere, 1, 1, [None])
+
+    async def run() -> None:
+        await c.here.send_gradients(c.peer.node_id, gradients.arguments())
+        ref = await c.here.remote(c.peer.node_id, exposures.leaf)
+        await c.here.backward_at(ref, -1, False)
+
+    yield run
+    await let_go(c)
 
 
 @SCENARIOS.covers("mesh.Node.rpc", "mesh.Agent.run")

@@ -10,7 +10,7 @@ from mesh import nn
 from mesh.rpc import RpcError
 from mesh.rpc.modules import remote_place
 
-NODE = SecretKey.generate().node_id
+NODE = SecretKey.from_bytes(bytes(32)).node_id
 
 
 @pytest.mark.parametrize(

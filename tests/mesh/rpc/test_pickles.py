@@ -15,8 +15,9 @@ import torch
 
 from auth import Grant, allow_any
 from mesh import rpc
+from mesh.nn import RemoteModule
 from mesh.rpc import Agent, PickleRefused, RpcError, Unsendable
-from tensor_bridge import describe, encode_meta
+from mesh.rpc.carriage import beside
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
@@ -40,6 +41,11 @@ class Gadget:
 def private_sum(first: Any, second: Any) -> Any:
     """A function that nobody has exposed."""
     return first + second
+
+
+def is_here(holder: exposures.Unregistered) -> bool:
+    module: RemoteModule = holder.module  # type: ignore[attr-defined]
+    return module.get_module_rref().is_owner() and (module.on, module.device) == ("b", "cpu")
 
 
 async def pickling(a: Agent, b: Agent) -> None:
@@ -76,8 +82,8 @@ def hand_made(made: Path, kind: str, *, hidden: bool) -> dict[str, Any]:
     items: list[Any] = [["t", 1], ["K", 0, [], []], ["d", 0]]
     if kind == "function":
         items = [["K", 0, [], []], ["t", 0], ["d", 0]]
-    meta = encode_meta(describe(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
-    frame = {"target": target, "items": items, "tensors": [[meta, data]], "seconds": 5.0}
+    tensors = beside([torch.frombuffer(bytearray(data), dtype=torch.uint8)]).encode()
+    frame = {"target": target, "items": items, "tensors": tensors, "seconds": 5.0}
     return frame | ({"create": [bytes(16), bytes(range(16))]} if hidden else {})
 
 
@@ -96,7 +102,7 @@ async def test_a_hand_made_gadget_ends_the_connection_and_creates_nothing(
         assert "pickle" in str(connection.closed)
         assert not made.exists()
         assert len(b.owned) == 0
-        assert b._service._room.used == 0
+        assert b.service._room.used == 0
 
 
 @pytest.mark.parametrize("kind", ["argument", "function"])
@@ -123,8 +129,11 @@ async def test_the_same_gadget_runs_where_it_is_allowed(tmp_path: Path) -> None:
 async def test_a_callees_pickle_is_refused_by_the_caller() -> None:
     async with agents(2) as (a, b):
         b.pickles = True
+        await a._node.dial(b.node_id)
+        (connection,) = a._node.endpoint.connections
         with pytest.raises(PickleRefused):
             await a.call(b.node_id, exposures.unsendable)
+        await nodes.eventually(lambda: connection.closed is not None)
 
 
 async def test_without_the_option_nothing_is_pickled() -> None:
@@ -151,6 +160,19 @@ async def test_what_old_programs_do_works_where_it_is_allowed() -> None:
         nested.secret = ref  # type: ignore[assignment]
         with pytest.raises(rpc.RpcError):
             await a.call(b.node_id, exposures.echo, (lambda: 1,))
+
+
+async def test_a_remote_module_travels_within_a_pickle_and_in_no_other_way() -> None:
+    async with agents(2, last=allow_any(WITH)) as (a, b):
+        await pickling(a, b)
+        holder: Any = exposures.Unregistered()
+        ref = await a.remote(b.node_id, exposures.Counter, (3,))
+        holder.module = RemoteModule._of("b", "cpu", ref)
+        assert await a.call(b.node_id, is_here, (holder,)) is True
+        with pytest.raises(RuntimeError, match="can only be pickled when using RPC"):
+            pickle.dumps(holder)
+        with pytest.raises(RuntimeError, match="Can not pickle rref"):
+            pickle.dumps(ref)
 
 
 async def test_grants_say_it_by_name() -> None:

@@ -262,7 +262,7 @@ async def test_nobody_is_dialled_at_the_word_of_a_peer_that_may_not_order_it() -
 
 async def test_values_that_are_referred_to_take_room_of_who_ordered_them() -> None:
     async with agents(2) as (a, b):
-        room = b._service._room
+        room = b.service._room
         room._max_bytes_per_peer = 2_000_000
         refs = [await a.remote(b.node_id, torch.zeros, (200_000,)) for _ in range(3)]
         await nodes.eventually(

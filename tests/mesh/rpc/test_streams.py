@@ -147,7 +147,7 @@ async def test_items_come_in_order_and_the_generator_ends(function: Any) -> None
         assert await read(a.stream(b.node_id, function, (0,))) == []
         assert await read(a.stream(b.node_id, f"{__name__}.{function.__name__}", (), {"until": 3}))
         assert seen.closed == 3
-        await nodes.eventually(lambda: not b._service.streams.open)
+        await nodes.eventually(lambda: not b.service.streams.open)
 
 
 async def test_a_peer_is_read_from_with_one_word() -> None:
@@ -189,11 +189,11 @@ async def test_large_tensors_go_apart_both_ways_when_they_are_asked_for() -> Non
         async with a.stream(b.node_id, shapes, (large, large[:3]), {"times": 3}) as items:
             assert torch.equal(await anext(items), large)
             await nodes.eventually(lambda: seen.made == 3)  # the small one, and one that waits
-            assert not b._service._parts._offered
+            assert not b.service._parts._offered
             assert torch.equal(await anext(items), large[:3])
             assert torch.equal(await anext(items), large + 1)
             assert len(await read(items)) == 3
-        await nodes.eventually(lambda: not b._service._room.used)
+        await nodes.eventually(lambda: not b.service._room.used)
 
 
 async def test_references_among_items_are_held_by_their_reader() -> None:
@@ -231,7 +231,7 @@ async def test_an_item_that_does_not_travel_ends_the_stream_with_its_place() -> 
         assert await anext(items) == 1
         with pytest.raises(Unsendable, match=r"item 2 of .*the result\[0\]"):
             await anext(items)
-        await nodes.eventually(lambda: not b._service.streams.open)
+        await nodes.eventually(lambda: not b.service.streams.open)
 
 
 async def test_a_generator_that_exits_takes_nobody_with_it() -> None:
@@ -294,7 +294,7 @@ async def test_a_reader_that_leaves_has_the_generator_closed(function: Any, way:
         await anyio.sleep(0.05)
         seen.go_on.set()
         await nodes.eventually(lambda: seen.closed == 1)
-        await nodes.eventually(lambda: not b._service.streams.open)
+        await nodes.eventually(lambda: not b.service.streams.open)
         await nodes.eventually(lambda: b.workers._free == 16)
 
 
@@ -391,7 +391,7 @@ async def test_a_reader_that_breaks_the_protocol_is_left_and_others_are_not() ->
             with pytest.raises(TransportError):
                 await stream.receive_message()
             stream.reset()
-        await nodes.eventually(lambda: not b._service.streams.open)
+        await nodes.eventually(lambda: not b.service.streams.open)
         assert await read(a.stream(b.node_id, count, (2,))) == [0, 1]
 
 

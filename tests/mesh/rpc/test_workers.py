@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mesh import Home
+from tests.programs import Program
 
 pytestmark = pytest.mark.e2e
 
@@ -16,18 +15,8 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_workers_of_several_jobs(tmp_path: Path) -> None:
     Home(tmp_path / "home").create()
-    programs = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.mesh.rpc.workers", str(rank)),
-                *(str(tmp_path / "store"), str(tmp_path / "home")),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+    where = (str(tmp_path / "store"), str(tmp_path / "home"))
+    programs = [Program(["-m", "tests.mesh.rpc.workers", str(rank), *where]) for rank in range(3)]
     try:
         ends = [program.communicate(timeout=90) for program in programs]
     finally:

@@ -18,11 +18,13 @@ import torch
 
 from mesh import blocking, rpc
 from mesh.rpc import MeshRpcBackendOptions
-from tests.mesh.nodes import LOOPBACK
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.remote_modules import use_modules
+from transport import EndpointConfig
 
 NAMES = ("alpha", "beta", "gamma")
+
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", linger=1.0)
 
 
 def use(rank: int) -> None:

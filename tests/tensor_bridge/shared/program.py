@@ -54,6 +54,8 @@ def say(**what: object) -> None:
 
 async def main(settings: dict[str, Any]) -> None:
     lanes = LaneConfig(shared_from=1)
+    # Before there is a peer, who would take a blocked event loop for dead.
+    tensor = torch.arange(settings.get("nbytes", 100_000)).to(torch.uint8)
     async with node(lanes=lanes, bind=settings.get("bind", "127.0.0.1:0")) as own:
         say(node=str(own.endpoint.node_id), port=own.endpoint.port)
         if "peer" not in settings:
@@ -62,7 +64,6 @@ async def main(settings: dict[str, Any]) -> None:
         where = PeerAddress(NodeId.parse(peer), ((host, port),))
         connection = await own.endpoint.connect(where)
         client = TensorClient(connection, lanes=own.lanes)
-        tensor = torch.arange(settings.get("nbytes", 100_000)).to(torch.uint8)
         while True:
             ref = await client.put(tensor)
             assert torch.equal(await client.get(ref), tensor)

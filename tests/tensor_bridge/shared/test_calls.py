@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from auth import AccessDenied, AccessRequest, Denial, Grant, ServiceRequest
@@ -17,11 +20,13 @@ from tests.cancelling import process_holdings
 from tests.tensor_bridge.nodes import LANES, Node, eventually, node, together
 from tests.tensor_bridge.shared.test_broken import link
 from transport import (
+    NOT_NOW,
     CborValue,
     Connection,
     ConnectionClosed,
     DeadlineExceeded,
     Incoming,
+    NotNow,
     ProtocolError,
     RemoteError,
     ServiceUnknown,
@@ -262,6 +267,34 @@ async def test_more_than_are_served_at_a_time_take_streams(
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.attack
+async def test_who_takes_no_replies_makes_us_hold_those_of_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "MAX_RUNNING", 8)
+    nbytes, count = 300_000, 40
+    got: list[int] = []
+    async with linked() as it:
+
+        async def call() -> None:
+            got.append(len(await it.connection.call("long", nbytes)))  # type: ignore[arg-type]
+
+        take, deaf = it.calls._inbox.take, True
+        monkeypatch.setattr(it.calls._inbox, "take", lambda: None if deaf else take())
+        async with anyio.create_task_group() as tasks:
+            for _ in range(count):
+                tasks.start_soon(call)
+            most = calls.FEW_UNSENT + 8
+            await eventually(lambda: len(it.theirs._unsent) >= calls.FEW_UNSENT)
+            for _ in range(50):
+                await anyio.sleep(0.001)
+                assert sum(message.kind != calls.ELSEWHERE for message in it.theirs._unsent) <= most
+                assert it.theirs.sizes[1] <= 8
+            deaf = False
+            it.calls._waiter.wake()
+        assert got == [nbytes] * count  # the control
+
+
 def end(it: Pair) -> None:
     link(it.server, it.client).end("the test ends it")
 
@@ -315,6 +348,112 @@ async def test_what_was_answered_before_the_end_counts() -> None:
         with anyio.fail_after(2):
             assert await it.connection.call("echo", 5) == 5
         assert answered.is_set()
+
+
+# -- threads that wait themselves
+
+
+def in_thread(it: Pair, name: str, value: CborValue = None, timeout: float = 5.0) -> Awaitable[Any]:
+    call = functools.partial(it.connection.call_in_thread, name, value, timeout=timeout)
+    return anyio.to_thread.run_sync(call)
+
+
+async def test_threads_and_tasks_call_at_once_and_each_gets_its_own() -> None:
+    async with linked() as it:
+        before = streams_opened(it)
+
+        async def call(number: int) -> None:
+            for turn in range(20):
+                value = [number, turn, b"x" * ((number * 37 + turn * 997) % 9000)]
+                if number % 2:
+                    assert await in_thread(it, "echo", value) == value
+                else:
+                    assert await it.connection.call("echo", value) == value
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(call, number)
+        assert await in_thread(it, "long", 300_000) == bytes(300_000)  # in parts
+        assert streams_opened(it) == before
+        assert it.calls._spinning == 0
+        assert it.calls._waiter._words[it.calls._waiter._flag] == 1  # the loop is woken again
+
+
+async def test_what_a_thread_can_not_call_so_is_not_begun() -> None:
+    async with linked() as it:
+        assert await in_thread(it, "echo", b"x" * 100_000) is NOT_NOW
+        assert await in_thread(it, "greet") is NOT_NOW
+        end(it)
+        await eventually(lambda: it.connection.carrier is None)
+        assert await in_thread(it, "echo") is NOT_NOW
+
+
+async def test_errors_reach_threads_the_same() -> None:
+    async with linked() as it:
+        with pytest.raises(NoSuchTensor, match=r"it is gone.*Look elsewhere"):
+            await in_thread(it, "fail")
+        with pytest.raises(DeadlineExceeded, match="has not answered"):
+            await in_thread(it, "sleep", timeout=0.05)
+        with anyio.fail_after(2):
+            await it.ended.wait()
+        it.rules.refused.add("echo")
+        with pytest.raises(AccessDenied, match="not today"):
+            await in_thread(it, "echo")
+
+
+@pytest.mark.parametrize(
+    "way", [end, garble_their_ring, say_nonsense], ids=lambda way: way.__name__
+)
+async def test_when_the_link_ends_a_thread_is_told(way: Callable[[Pair], None]) -> None:
+    async with linked() as it:
+        async with anyio.create_task_group() as tasks:
+
+            async def call() -> None:
+                with pytest.raises(ConnectionClosed, match="given up"):
+                    await in_thread(it, "sleep")
+
+            tasks.start_soon(call)
+            await it.begun.wait()
+            way(it)
+        with anyio.fail_after(2):
+            await it.ended.wait()
+
+
+async def test_what_can_be_answered_at_once_is_and_all_else_later() -> None:
+    async with linked() as it:
+        later: list[CborValue] = []
+
+        async def answer(request: Incoming) -> CborValue:
+            later.append(request.value)
+            return request.value
+
+        def answer_now(request: Incoming) -> CborValue | NotNow:
+            match request.value:
+                case int(number):
+                    return number + 1
+                case "fail":
+                    raise NoSuchTensor("a look-up", why="it is gone")
+                case "break":
+                    raise ZeroDivisionError
+            return NOT_NOW
+
+        it.server.endpoint.register_call("prompt", answer, scope="echo", prompt=answer_now)
+        assert await it.connection.call("prompt", 1) == 1  # its authorizer may wait
+        it.rules.authorize.__func__.is_prompt = True  # type: ignore[attr-defined]
+        try:
+            assert await it.connection.call("prompt", 1) == 2
+            assert await in_thread(it, "prompt", 2) == 3
+            assert await it.connection.call("prompt", "x") == "x"
+            assert later == [1, "x"]
+            with pytest.raises(NoSuchTensor):
+                await it.connection.call("prompt", "fail")
+            with pytest.raises(RemoteError):
+                await it.connection.call("prompt", "break")
+            it.rules.refused.add("prompt")
+            with pytest.raises(AccessDenied, match="not today"):
+                await it.connection.call("prompt", 1)
+        finally:
+            del it.rules.authorize.__func__.is_prompt  # type: ignore[attr-defined]
 
 
 async def test_nothing_is_left() -> None:

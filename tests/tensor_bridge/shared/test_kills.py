@@ -127,7 +127,7 @@ async def test_a_server_is_killed_under_moves(anyio_backend: str, count: int) ->
 
 @kills
 async def test_a_client_is_killed_under_moves(anyio_backend: str, count: int) -> None:
-    async with node(lanes=LANES["shared-memory"], moves=BRIEF, liveness=0.5) as own:
+    async with node(lanes=LANES["shared-memory"], moves=BRIEF, liveness=2.0) as own:
         peer = (str(own.endpoint.node_id), "127.0.0.1", own.endpoint.port)
         program, _ = await run_program(anyio_backend)
         await end(program)

@@ -19,6 +19,7 @@ from tests.transport.nodes import at, config, endpoint, eventually
 from transport import (
     AddressInUse,
     Connection,
+    ConnectionClosed,
     Endpoint,
     EndpointConfig,
     EndpointLost,
@@ -137,7 +138,7 @@ async def test_a_process_that_is_killed_fails_everything_at_once_with_the_cause(
         assert all("SIGKILL" in str(error) for error in errors)
         assert len(errors) == 3
         assert isinstance(await back.wait_closed(), PeerLost)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 3  # the liveness bound
     await eventually(lambda: process_holdings() == before)
 
 
@@ -234,6 +235,17 @@ async def test_a_process_that_is_stopped_is_replaced_by_an_error() -> None:
         assert "as if it were stopped" in str(error)
 
 
+async def test_a_process_that_answers_nothing_is_given_up_whatever_the_liveness_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.process.client.ANSWER_SECONDS", 0.5)
+    async with endpoint(placement="process", liveness=600.0) as node:
+        await engine(node).up()
+        os.kill(pid(node), signal.SIGSTOP)
+        await eventually(lambda: engine(node)._lost)
+        assert "has not answered" in str(engine(node)._lost)
+
+
 async def test_signals_to_everybody_do_not_end_it() -> None:
     async with placed() as (dialer, _, connection):
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -285,14 +297,50 @@ async def test_an_address_in_use_is_an_error_as_ever() -> None:
 async def test_a_process_that_does_not_come_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = process_holdings()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(EndpointLost, match="exit status 1"):
-        async with endpoint(placement="process"):
-            pass
+    async with endpoint(placement="loop") as other, endpoint(placement="process") as node:
+        for _ in range(2):
+            with pytest.raises(EndpointLost, match="exit status 1") as caught:
+                await node.connect(at(other))
+            assert "standard error output" in str(caught.value)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(EndpointLost, match="No such file"):
         async with endpoint(placement="process"):
             pass
     await eventually(lambda: process_holdings() == before)
+
+
+async def test_who_leaves_before_it_is_up_does_not_wait_for_it() -> None:
+    before = process_holdings()
+    async with endpoint(placement="process") as node:
+        number = pid(node)
+        os.kill(number, signal.SIGSTOP)  # it takes as long as it likes
+        began = time.monotonic()
+    assert time.monotonic() - began < 1
+    assert is_gone(number)
+    await eventually(lambda: process_holdings() == before)
+
+
+async def test_the_time_for_a_dial_begins_when_it_is_up() -> None:
+    async with endpoint(placement="loop") as other, endpoint(placement="process") as node:
+        os.kill(pid(node), signal.SIGSTOP)
+        with anyio.move_on_after(0.2) as impatient:
+            await node.connect(at(other), timeout=0.1)
+        assert impatient.cancelled_caught
+        os.kill(pid(node), signal.SIGCONT)
+        assert await (await node.connect(at(other))).call("echo", 1) == 1
+
+
+async def test_who_dials_learns_that_the_node_closes_before_it_is_up() -> None:
+    async with endpoint(placement="loop") as other, anyio.create_task_group() as tasks:
+
+        async def dial() -> None:
+            with pytest.raises(ConnectionClosed, match="closing"):
+                await node.connect(at(other))
+
+        async with endpoint(placement="process") as node:
+            os.kill(pid(node), signal.SIGSTOP)
+            tasks.start_soon(dial)
+            await anyio.wait_all_tasks_blocked()
 
 
 async def test_words_that_are_not_ours_end_it() -> None:

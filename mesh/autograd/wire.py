@@ -1,0 +1,253 @@
+"""What nodes say to each other about a backward, apart from the gradients. Pure: no I/O.
+
+====================  ==========================================================================
+``autograd.mark``     a call: `MarkOrder` in; `Marked` or a `Failure` out
+``autograd.start``    a call: `StartOrder` in; out, when all is done, nothing or a `Failure`
+``autograd.release``  a call: a context's id in; out, when it is freed, nothing
+====================  ==========================================================================
+
+Gradients travel as a call's arguments do, with the target ``"gradients"``: see `Gradients`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+from auth import IdentityError, NodeId
+from mesh.rpc.links import MAX_NUMBER, ContextId
+from mesh.rpc.values import MAX_TENSORS
+from tensor_bridge.fields import Fields
+from transport import CborValue, ProtocolError
+
+__all__ = [
+    "MARK_SERVICE",
+    "RELEASE_SERVICE",
+    "START_SERVICE",
+    "Failure",
+    "Gradients",
+    "MarkOrder",
+    "Marked",
+    "MarkingId",
+    "StartOrder",
+    "Wanted",
+]
+
+MARK_SERVICE, START_SERVICE = "autograd.mark", "autograd.start"
+RELEASE_SERVICE = "autograd.release"
+
+MAX_MARKED = 2048
+"""Most messages in one order: with their tensors, they have to fit into a frame."""
+
+MAX_FORGOTTEN = 64
+
+_LINE = re.compile(r'File "(?:[^"\n]*[/\\])?([^"/\\\n]+)", line (\d+)')
+
+MarkingId = ContextId
+"""Which node has begun a marking, and what number it gave it."""
+
+Wanted = Mapping[int, frozenset[int]]
+"""Messages by their numbers, and which of their tensors a loss depends on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MarkOrder:
+    """Mark what a backward needs, here and beyond.
+
+    Attributes:
+        context: what was recorded in.
+        marking: the marking that this is part of.
+        wanted: messages of the reader's to the writer; None for all that the reader ever sent.
+        forgotten: earlier markings by the same node that no backward will use any more.
+    """
+
+    context: ContextId
+    marking: MarkingId
+    wanted: Wanted | None
+    forgotten: tuple[int, ...] = ()
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        value: dict[str, CborValue] = {
+            "context": self.context.encode(),
+            "marking": self.marking.encode(),
+        }
+        if self.wanted is not None:
+            value["wanted"] = [
+                [number, list[CborValue](sorted(tensors))]
+                for number, tensors in self.wanted.items()
+            ]
+        if self.forgotten:
+            value["forgotten"] = list(self.forgotten)
+        return value
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "order to mark")
+        context = ContextId.decode(fields.value("context"))
+        marking = ContextId.decode(fields.value("marking"))
+        wanted: dict[int, frozenset[int]] | None = None
+        if fields.has("wanted"):
+            wanted = {}
+            for item in fields.items("wanted", MAX_MARKED):
+                match item:
+                    case [int(number), [*tensors]] if (
+                        number not in wanted
+                        and 0 < len(tensors) <= MAX_TENSORS
+                        and all(type(each) is int and each >= 0 for each in tensors)
+                    ):
+                        wanted[number] = frozenset(tensors)  # type: ignore[arg-type]
+                    case _:
+                        raise fields.wrong("'wanted' must be messages and tensors of them")
+        forgotten: tuple[int, ...] = ()
+        if fields.has("forgotten"):
+            forgotten = fields.integers("forgotten", longest=MAX_FORGOTTEN)
+        fields.finish()
+        return cls(context, marking, wanted, forgotten)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Marked:
+    """All is marked; and whether it was this order that has brought the marking here."""
+
+    is_first: bool
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {"first": self.is_first}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "answer about a marking")
+        message = cls(fields.flag("first"))
+        fields.finish()
+        return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartOrder:
+    """Go backward through what was marked.
+
+    Attributes:
+        context: where gradients go.
+        marking: what was marked.
+        run: which run through it this is.
+        retain_graph: keep the graph, and the marking, for another run.
+        seconds: how long it may take; 0 for as long as it likes.
+    """
+
+    context: ContextId
+    marking: MarkingId
+    run: int
+    retain_graph: bool
+    seconds: float
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {
+            "context": self.context.encode(),
+            "marking": self.marking.encode(),
+            "run": self.run,
+            "retain_graph": self.retain_graph,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "order to go backward")
+        context = ContextId.decode(fields.value("context"))
+        marking = ContextId.decode(fields.value("marking"))
+        run = fields.integer("run", high=MAX_NUMBER)
+        retain_graph = fields.flag("retain_graph")
+        seconds = fields.value("seconds")
+        if not isinstance(seconds, float) or not 0 <= seconds < 1e9:
+            raise fields.wrong("'seconds' is no time limit")
+        fields.finish()
+        return cls(context, marking, run, retain_graph, seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a backward has failed, and where.
+
+    Attributes:
+        node: where.
+        worker: that node's rank, if it has one.
+        error: what was raised, as `encode_exception` writes it.
+        raised: that itself, where it was raised.
+    """
+
+    node: NodeId
+    worker: int | None
+    error: CborValue
+    raised: BaseException | None = dataclasses.field(default=None, compare=False)
+
+    @staticmethod
+    def is_in(value: CborValue) -> bool:
+        """Return whether an answer is one."""
+        return isinstance(value, dict) and "failed" in value
+
+    @property
+    def place(self) -> str:
+        """The line that raised it: ``"model.py:12"``, empty if that is not known."""
+        told = self.error.get("traceback") if isinstance(self.error, dict) else None
+        lines = _LINE.findall(told) if isinstance(told, str) else []
+        return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {"failed": self.error, "node": self.node.raw, "worker": self.worker}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "answer of a backward")
+        error, worker = fields.value("failed"), fields.value("worker")
+        try:
+            node = NodeId(fields.data("node", shortest=32, longest=32))
+        except (IdentityError, ValueError) as wrong:
+            raise fields.wrong(str(wrong)) from wrong
+        fields.finish()
+        if worker is not None and (type(worker) is not int or not 0 <= worker <= MAX_NUMBER):
+            raise fields.wrong("'worker' is no rank")
+        return cls(node, worker, error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of one message, on their way to its sender.
+
+    Attributes:
+        context, marking, run: the run that they belong to.
+        message: the message's number at its sender.
+        gradients: one for each of its tensors that wanted one, None where there is none.
+    """
+
+    context: ContextId
+    marking: MarkingId
+    run: int
+    message: int
+    gradients: list[torch.Tensor | None]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return them as the arguments of a call."""
+        ids = (*self.context.encode(), *self.marking.encode(), self.run, self.message)
+        return (*ids, self.gradients)
+
+    @classmethod
+    def of_arguments(cls, arguments: tuple[Any, ...]) -> Self:
+        """Return those in the arguments of a call."""
+        match arguments:
+            case [owner, number, root, marking, int(run), int(message), list(gradients)] if all(
+                each is None or isinstance(each, torch.Tensor) for each in gradients
+            ):
+                context = ContextId.decode([owner, number])
+                return cls(context, ContextId.decode([root, marking]), run, message, gradients)
+        raise ProtocolError("reading of gradients", why="they are none")

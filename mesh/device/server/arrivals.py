@@ -1,0 +1,98 @@
+"""What comes into storages beside the operations: expected in their order, there when it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from auth import MeshError
+from mesh.device.errors import DeviceError
+from mesh.device.server.later import Later, Step
+from tensor_bridge import tensor_bytes
+
+__all__ = ["Arrivals", "Come", "Place", "fill_from"]
+
+Come: TypeAlias = int | MeshError | None
+"""A descriptor of memory that begins with the bytes, why they don't come, or None for no bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where bytes that arrive belong.
+
+    Attributes:
+        handle: the storage.
+        offset: where in it, in bytes.
+        nbytes: how many.
+    """
+
+    handle: int
+    offset: int
+    nbytes: int
+
+
+class Arrivals:
+    """The arrivals of one session.
+
+    Args:
+        later: what waits for them.
+        settle: puts what has come in its place. It raises nothing.
+    """
+
+    def __init__(self, later: Later, settle: Callable[[Place, Come], None]) -> None:
+        self._later = later
+        self._settle = settle
+        self._places: dict[int, Place] = {}
+        self._early: dict[int, Come] = {}
+        """What has come before it was expected."""
+
+    def expect(self, arrival: int, place: Place) -> None:
+        """Have whatever touches the storage from now on wait until `arrival` has come."""
+        self._later.do(Step(partial(self._expect, arrival, place), (), (place.handle,)))
+
+    def come(self, arrival: int, come: Come) -> None:
+        """Take what has come; a descriptor is closed once it is of no more use."""
+        place = self._places.pop(arrival, None)
+        if place is None:
+            self._early[arrival] = come
+            return
+        self._finish(place, come)
+        self._later.arrived(arrival)
+
+    def _expect(self, arrival: int, place: Place) -> None:
+        if arrival in self._early:
+            self._finish(place, self._early.pop(arrival))
+            return
+        self._places[arrival] = place
+        self._later.expect(arrival, place.handle)
+
+    def _finish(self, place: Place, come: Come) -> None:
+        try:
+            self._settle(place, come)
+        finally:
+            if isinstance(come, int):
+                os.close(come)
+
+
+def fill_from(descriptor: int, target: torch.Tensor) -> None:
+    """Fill a tensor of bytes from the beginning of memory.
+
+    Raises:
+        OSError: the memory can't be read.
+        DeviceError: it ends too soon.
+    """
+    landed = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+    room = tensor_bytes(landed)
+    start = 0
+    while start < len(room):
+        count = os.preadv(descriptor, [room[start:]], start)
+        if not count:
+            raise DeviceError("a move into a device", why="its memory was cut short")
+        start += count
+    if landed is not target:
+        target.copy_(landed)

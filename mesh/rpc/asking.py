@@ -1,0 +1,322 @@
+"""How a node asks a peer: what a request says, the way there and back, what comes of the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from auth import MeshError, NodeId
+from mesh.rpc.carriage import beside, fetch_part, together, with_parts
+from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
+from mesh.rpc.exceptions import decode_exception
+from mesh.rpc.exposed import exposed_name
+from mesh.rpc.holding import Held
+from mesh.rpc.limits import limit
+from mesh.rpc.operators import operator_name
+from mesh.rpc.owned import Owned, new_id
+from mesh.rpc.passing import Incoming, Outgoing
+from mesh.rpc.pickled import may_unpickle
+from mesh.rpc.reference import RRef
+from mesh.rpc.values import Packed, Packer, Received, Unpacker, has_pickle, refuse_pickle
+from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request, Target
+from transport import AppCode, CborValue, Connection, TransportError
+
+if TYPE_CHECKING:
+    from mesh.rpc.agent import Agent
+
+__all__ = ["Asking"]
+
+_Ready: TypeAlias = tuple[Outgoing, Packed]
+
+GRACE = 1.0
+"""Seconds that a callee has beyond a call's limit to say itself that the time was up."""
+
+
+class Asking:
+    """What stands behind every call, method, fetch and stream of an agent.
+
+    Args:
+        agent: whose requests they are.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def seconds(self, timeout: float | None) -> float:
+        """Return the limit of a call that is given `timeout`. Raises `RpcError` if it is none."""
+        seconds = self._agent.timeout if timeout is None else timeout
+        if not 0 <= seconds < 1e9:
+            raise RpcError(
+                "a remote call",
+                why=f"timeout is {seconds}, not a number of seconds from 0 (no limit) on",
+            )
+        return float(seconds)
+
+    def target(self, function: Callable[..., Any] | str) -> Target:
+        """Return what a function is called by on the wire. Raises `RpcError` if it can't be."""
+        if isinstance(function, str):
+            kind = "operator" if function.startswith("torch.") else "function"
+            return Target(kind, function)
+        if not callable(function):
+            raise TypeError("function should be callable.")
+        operator = operator_name(function)
+        if operator is not None:
+            return Target("operator", operator)
+        name = exposed_name(function)
+        if self._agent.pickles and (name is None or not self._agent.exposures.has(name)):
+            return Target("pickled")
+        if name is None:
+            raise RpcError(
+                f"call of {function!r:.80}",
+                why="it has no name that a peer could know it by: only functions and classes of a "
+                "module's top level have one, and torch's operators that mesh.rpc lists",
+                fix="Move it to the top level of a module, and expose it at the callee.",
+            )
+        return Target("function", name)
+
+    async def at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
+        """Return the target that is a reference's value, once that is known to come to be."""
+        if ref.created is not None:
+            await self._agent.bridge.until_done(ref.created)
+        return self.target_at(ref, kind, name)
+
+    def target_at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
+        """Return the target that is a reference's value, or a method of it."""
+        state = ref.state
+        key = self._agent.lend_to_self(state) if isinstance(state, Owned) else state.fork.ref
+        return Target(kind, name, key)
+
+    def pack(
+        self,
+        to: NodeId,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        function: object,
+    ) -> _Ready:
+        """Return what a request says, and the references in it. Raises `Unsendable`."""
+        outgoing = Outgoing(self._agent, to)
+        try:
+            return outgoing, self.packed(target, outgoing, args, kwargs, function)
+        except BaseException:
+            outgoing.undo()
+            raise
+
+    def packed(
+        self,
+        target: Target,
+        outgoing: Outgoing,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        function: object,
+    ) -> Packed:
+        """Return what a request says beside its target. Raises `Unsendable`."""
+        packer = Packer(self._agent.types, outgoing, pickles=self._agent.pickles)
+        if target.kind == "pickled":
+            packer.pack(function, "the function")
+        packer.pack(tuple(args), "args")
+        packer.pack(dict(kwargs), "kwargs")
+        return packer.packed
+
+    async def value_of(
+        self,
+        items: list[CborValue],
+        tensors: Sequence[torch.Tensor],
+        connection: Connection,
+        *,
+        received: Received | None = None,
+    ) -> Any:
+        """Return the value of an answer. Raises as `Unpacker.unpack_all`."""
+        if has_pickle(items) and not may_unpickle(connection.grant):
+            refused = refuse_pickle()
+            connection.abort(AppCode.PROTOCOL, str(refused))
+            raise refused
+        unpacker = Unpacker(
+            items,
+            tensors,
+            self._agent.types,
+            Incoming(self._agent, connection.peer),
+            self._agent.exposures,
+            pickles=may_unpickle(connection.grant),
+            received=received,
+        )
+        return (await unpacker.unpack_all(1))[0]
+
+    async def ask(
+        self,
+        to: NodeId,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+        *,
+        create: Fork | None = None,
+        function: object = None,
+        ready: _Ready | None = None,
+        stays: bool = False,
+    ) -> Any:
+        """Ask a node, and return what it answers.
+
+        Args:
+            to, args, kwargs, timeout: as `Agent.call`.
+            target: what is asked for.
+            create: the reference that the result becomes, which stays there.
+            function: of a pickled target.
+            ready: the arguments, as `pack` has returned them, in place of `args` and `kwargs`.
+            stays: at this node itself, return the result, and no copy of it.
+
+        Raises:
+            MeshError, Exception: as `Agent.call`.
+        """
+        seconds = self.seconds(timeout)
+        outgoing, packed = ready or self.pack(to, target, args, kwargs, function)
+        link = None
+        try:
+            with self._agent.activity.calling(), limit(seconds, str(target), self._agent.label(to)):
+                await outgoing.settle()
+                what = beside(packed.tensors, self._agent.placement.towards(to))
+                key = new_id() if what.apart else b""
+                link = self._agent.autograd.leaving(to, packed.differentiable)
+                request = Request(target, packed.items, what, seconds, create, key, link)
+                if to == self._agent.node_id:
+                    return await self._agent.service.answer_self(
+                        request, packed.tensors, stays=stays
+                    )
+                connection = await self._agent.connected(to)
+                answer = await self._exchange(connection, request, packed.tensors)
+                if answer.error is not None:
+                    raise decode_exception(
+                        answer.error, peer=self._agent.label(to), what=str(target)
+                    )
+                parts = await self.fetch_parts(connection, answer)
+        except BaseException as error:
+            outgoing.undo()
+            self.name_in(error, str(target))
+            if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
+                raise as_runtime_error(error) from error.__cause__
+            raise
+        tensors = await self._agent.placement.answered(
+            together(answer.beside, parts), answer.beside.devices, to
+        )
+        return await self.value_of(
+            answer.items,
+            tensors,
+            connection,
+            received=self._agent.autograd.answered(to, link, answer.link),
+        )
+
+    def order(
+        self,
+        to: NodeId,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+        *,
+        function: object = None,
+        after: RRef[Any] | None = None,
+    ) -> tuple[RRef[Any], Callable[[], Coroutine[Any, Any, None]]]:
+        """Return a reference to what a node will answer, and what has to be run once for that.
+
+        Args:
+            to, target, args, kwargs, timeout, function: as `ask`.
+            after: a reference whose value has to be there before.
+        """
+        seconds = self.seconds(timeout)
+        ready = self.pack(to, target, args, kwargs, function)
+
+        async def ask(create: Fork | None) -> Any:
+            if after is not None and after.created is not None:
+                await self._agent.bridge.until_done(after.created)
+            return await self.ask(
+                to, target, (), {}, seconds, create=create, ready=ready, stays=True
+            )
+
+        if to == self._agent.node_id:
+            owned = Owned(new_id(), self._agent.now())
+
+            async def compute() -> None:
+                try:
+                    value = await ask(None)
+                except Exception as error:
+                    _settle(owned.outcome, error)
+                except BaseException:
+                    _settle(owned.outcome, _cancelled())
+                    raise
+                else:
+                    owned.outcome.set_result(value)
+
+            return RRef._of(self._agent, owned), compute
+        state = Held(to, Fork(new_id(), new_id()), Future())
+
+        async def begin() -> None:
+            try:
+                await ask(state.fork)
+            except BaseException as error:
+                if isinstance(error, RpcTimeout):
+                    error.what = f"RRef creation by {target}"
+                _settle(state.created, error if isinstance(error, Exception) else _cancelled())
+                raise
+            _settle(state.created, None)
+
+        return RRef._of(self._agent, state), begin
+
+    def name_in(self, error: BaseException, what: str) -> None:
+        """Have an error of the connection say what it ended, and with whom as people call it."""
+        if isinstance(error, MeshError) and not isinstance(error, RpcError):
+            if isinstance(error, TransportError):
+                error.what = what
+            self._agent.name_peer_in(error)
+
+    async def _exchange(
+        self, connection: Connection, request: Request, tensors: Sequence[torch.Tensor]
+    ) -> Answer:
+        """Send a request and its parts; return the answer."""
+
+        async def ask() -> CborValue:
+            return await connection.call(
+                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE
+            )
+
+        if not request.key:
+            return Answer.decode(await ask())
+        return Answer.decode(await with_parts(connection, self._agent.lanes, request, tensors, ask))
+
+    async def fetch_parts(
+        self, connection: Connection, answer: Answer
+    ) -> Mapping[int, torch.Tensor]:
+        """Return the large tensors of an answer by their numbers; what is left is given up."""
+        parts: dict[int, torch.Tensor] = {}
+        try:
+            for number in answer.beside.apart:
+                meta = answer.beside.metas[number]
+                parts[number] = await fetch_part(
+                    connection, self._agent.lanes, answer.key, number, meta
+                )
+        except BaseException:
+            self._agent.start_soon(functools.partial(self._leave, connection, answer.key))
+            raise
+        return parts
+
+    async def _leave(self, connection: Connection, key: bytes) -> None:
+        """Tell a callee that nobody comes for an answer's tensors."""
+        with contextlib.suppress(MeshError):  # then it finds out by itself
+            await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
+
+
+def _settle(future: Future[Any], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _cancelled() -> RefLost:
+    return RefLost("a remote reference", why="the call that was to create it was cancelled")

@@ -1,0 +1,207 @@
+"""Backwards across nodes give what they would give on one, and leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from mesh.autograd import BackwardError, ContextGone
+from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
+
+pytestmark = pytest.mark.anyio
+
+
+def scale(worker: Worker, x: torch.Tensor) -> torch.Tensor:
+    return x * worker.weight
+
+
+def two(worker: Worker, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * worker.weight, (x**2) * worker.weight
+
+
+async def test_gradients_come_to_each_node_and_not_to_grad() -> None:
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.tensor([3.0, 4.0, 5.0], requires_grad=True)
+        with a.context() as context_id:
+            loss = a.call(b, scale, x).sum() + (x * 2).sum()
+            a.backward(context_id, loss)
+            assert torch.equal(a.gradients(context_id)[x], b.weight.detach() + 2)
+            assert torch.equal(b.gradients(context_id)[b.weight], x.detach())
+            assert x.grad is None
+            assert b.weight.grad is None
+            a.backward(context_id, a.call(b, scale, x).sum())  # adds up
+            assert torch.equal(a.gradients(context_id)[x], 2 * b.weight.detach() + 2)
+            assert torch.equal(b.gradients(context_id)[b.weight], 2 * x.detach())
+        with pytest.raises(ContextGone, match=f"context with id: {context_id}"):
+            a.gradients(context_id)
+        with pytest.raises(ContextGone):
+            b.gradients(context_id)
+
+    async with workers(2, scale) as (a, b):
+        await in_thread(program, a, b)
+        await quiet(a, b)
+
+
+def relay(worker: Worker, x: torch.Tensor, hops: int) -> torch.Tensor:
+    """Calls on, there and back again, between this node and the next."""
+    y = torch.tanh(x * worker.weight)
+    if not hops:
+        return y
+    return worker.call(worker.others[0], relay, y, hops - 1) * worker.weight + y
+
+
+async def test_ping_pong_between_two_nodes_and_a_node_and_itself() -> None:
+    def local(x: torch.Tensor, weights: list[torch.Tensor], at: int, hops: int) -> torch.Tensor:
+        y = torch.tanh(x * weights[at])
+        if not hops:
+            return y
+        return local(y, weights, 1 - at, hops - 1) * weights[at] + y
+
+    def program(a: Worker, b: Worker) -> None:
+        for first, second in ((a, b), (a, a)):
+            first.others, second.others = [second], [first]
+            x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+            copies = {w: w.weight.detach().clone().requires_grad_() for w in (a, b)}
+            twin = x.detach().clone().requires_grad_()
+            with a.context() as context_id:
+                loss = a.call(second, relay, x, 12).sum()
+                a.backward(context_id, loss)
+                weights = [copies[second], copies[first]]
+                local(twin, weights, 0, 12).sum().backward()
+                torch.testing.assert_close(a.gradients(context_id)[x], twin.grad)
+                for worker in {first, second}:
+                    theirs = worker.gradients(context_id)[worker.weight]
+                    torch.testing.assert_close(theirs, copies[worker].grad)
+
+    async with workers(2, relay) as (a, b):
+        await in_thread(program, a, b)
+        await quiet(a, b)
+
+
+async def test_what_the_loss_does_not_need_is_neither_sent_nor_awaited() -> None:
+    sent: list[Any] = []
+
+    def program(a: Worker, b: Worker) -> None:
+        a.agent.autograd._passes._agent.send_gradients = spied(a)  # type: ignore[method-assign]
+        x = torch.ones(3, requires_grad=True)
+        ran: list[str] = []
+        b.weight.register_hook(lambda g: ran.append("weight"))
+        with a.context() as context_id:
+            y, _unused = a.call(b, two, x)
+            dead = a.call(b, scale, x)
+            dead.register_hook(lambda g: ran.append("dead"))
+            a.backward(context_id, y.sum())
+            assert torch.equal(b.gradients(context_id)[b.weight], torch.ones(3))
+            assert torch.equal(a.gradients(context_id)[x], b.weight.detach())
+        assert ran == ["weight"]
+        assert len(sent) == 1
+        assert [each is None for each in sent[0][-1]] == [False, True]
+
+    def spied(a: Worker) -> Any:
+        real = a.agent.send_gradients
+
+        async def send(to: Any, what: tuple[Any, ...]) -> None:
+            sent.append((*what[:-1], list(what[-1])))
+            await real(to, what)
+
+        return send
+
+    async with workers(2, scale, two) as (a, b):
+        await in_thread(program, a, b)
+
+
+async def test_the_graph_can_be_kept_and_its_marking_with_it() -> None:
+    marks = 0
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            loss = a.call(b, scale, x).sum()
+            for _ in range(3):
+                a.backward(context_id, loss, retain_graph=True)
+            assert torch.equal(a.gradients(context_id)[x], 3 * b.weight.detach())
+            other = a.call(b, scale, x).sum()
+            a.backward(context_id, other, loss)  # also at once, and marked anew
+            assert torch.equal(a.gradients(context_id)[x], 5 * b.weight.detach())
+            with pytest.raises(BackwardError, match="a second time"):
+                a.backward(context_id, loss)
+            assert marks == 3
+            assert not any(each.markings for each in b.agent.autograd.contexts)
+
+    async with workers(2, scale) as (a, b):
+        spread = a.agent.autograd._passes._spread
+
+        async def counted(*args: Any) -> None:
+            nonlocal marks
+            marks += 1
+            await spread(*args)
+
+        a.agent.autograd._passes._spread = counted  # type: ignore[method-assign]
+        await in_thread(program, a, b)
+        await quiet(a, b)
+
+
+async def test_a_result_can_be_the_loss_itself() -> None:
+    def total(worker: Worker, x: torch.Tensor) -> torch.Tensor:
+        return (x * worker.weight).sum()
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            a.backward(context_id, a.call(b, total, x))
+            assert torch.equal(a.gradients(context_id)[x], b.weight.detach())
+            reference = a.remote(b, "total", x)
+            reference.backward(context_id)
+            assert torch.equal(a.gradients(context_id)[x], 2 * b.weight.detach())
+
+    async with workers(2, total) as (a, b):
+        await in_thread(program, a, b)
+
+
+async def test_backwards_at_the_same_time_in_one_context_and_in_many() -> None:
+    def one(a: Worker, b: Worker, context_id: int, x: torch.Tensor) -> None:
+        for _ in range(4):
+            a.backward(context_id, a.call(b, relay, x, 3).sum())
+
+    def program(a: Worker, b: Worker) -> None:
+        import contextvars
+
+        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        with a.context() as context_id:
+            a.backward(context_id, a.call(b, relay, x, 3).sum())
+            expected = a.gradients(context_id)[x].clone(), b.gradients(context_id)[b.weight].clone()
+        with a.context() as context_id:
+            threads = [
+                threading.Thread(
+                    target=contextvars.copy_context().run, args=(one, a, b, context_id, x)
+                )
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            torch.testing.assert_close(a.gradients(context_id)[x], 16 * expected[0])
+            torch.testing.assert_close(b.gradients(context_id)[b.weight], 16 * expected[1])
+
+        def alone() -> None:
+            with a.context() as context_id:
+                one(a, b, context_id, x)
+                torch.testing.assert_close(a.gradients(context_id)[x], 4 * expected[0])
+            done.append(True)
+
+        done: list[bool] = []
+        threads = [threading.Thread(target=alone) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(done) == 4
+
+    async with workers(2, relay) as (a, b):
+        a.others, b.others = [b], [a]
+        await in_thread(program, a, b)
+        await quiet(a, b)
