@@ -297,7 +297,10 @@ class _Run:
                 return work()
             except MeshError as error:
                 if not self.goes_on or fruitless >= MAX_FRUITLESS:
-                    raise
+                    reason = self.strategy.reason(error)
+                    if reason is error:
+                        raise
+                    raise reason from error
                 survives = self.strategy.survives
                 fruitless = 0 if self._recover(error) else fruitless + 1
                 if not survives:

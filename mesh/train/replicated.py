@@ -168,6 +168,10 @@ class Replicated(abc.ABC):
             average_buffers(self._context, self._models)
             self._is_settled = True
 
+    def reason(self, error: BaseException) -> BaseException:
+        """Return why the group broke, where a lost session may be why something failed."""
+        return self._context.reason(error) if isinstance(error, SessionLost) else error
+
     def recover(self) -> tuple[torch.device, ...]:
         """Form a group of the devices that are left."""
         devices, failure = self.devices, self._context.failure
@@ -281,7 +285,7 @@ class Replicated(abc.ABC):
         try:
             yield
         except SessionLost as error:
-            raise self._context.reason(error) from error
+            raise self.reason(error) from error
 
     @contextlib.contextmanager
     def _surviving(self, rank: int) -> Iterator[None]:

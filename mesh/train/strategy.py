@@ -107,6 +107,9 @@ class Strategy(Protocol):
     def settle(self) -> None:
         """Have the main device's model be what the devices have found: its running statistics."""
 
+    def reason(self, error: BaseException) -> BaseException:
+        """Return the error that names the devices at fault, where `error` is what came of them."""
+
     def recover(self) -> tuple[torch.device, ...]:
         """Go on without the devices that are lost, from the last completed step; return those.
 
@@ -191,6 +194,9 @@ class _Single:
 
     def settle(self) -> None:
         pass
+
+    def reason(self, error: BaseException) -> BaseException:
+        return error
 
     def recover(self) -> tuple[torch.device, ...]:
         raise CollectiveError("going on without lost devices", why="there is one alone")

@@ -64,6 +64,9 @@ def register() -> None:
         everything.fallback(_refuse, "PrivateUse1")
         autocast.register(library, everything)
         patches.patch()
+        # torch takes a fused layer of a transformer that is evaluated for its own devices and for
+        # ones like these, which have it in parts.
+        torch.backends.mha.set_fastpath_enabled(False)
         _load_inference()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=forked)

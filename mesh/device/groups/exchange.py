@@ -31,6 +31,9 @@ __all__ = ["SocketExchange"]
 TOGETHER_SECONDS = 0.25
 """Who is gone within this time of another is told of together with it."""
 
+END_SECONDS = 1.0
+"""For a thread whose socket is shut down to notice."""
+
 MAX_REPORT = 4096
 """Bytes of a header, and of a report of why a group is broken."""
 
@@ -227,7 +230,7 @@ class _Pair:
             self._sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(END_SECONDS)
         self._sock.close()
 
     def _abandon(self, error: CollectiveError) -> None:

@@ -151,28 +151,29 @@ class Groups:
         exchange = None
         name = order.group.hex()[:8]
         labels = [f"peer {node.short}" for node in order.nodes]
+        if len(sockets) != len(others) or not self.expect(order.number):
+            for each in sockets:
+                each.close()
+            error = LimitExceeded(
+                f"group '{name}'",
+                why=f"this session has {len(self._groups)} groups of at most {MAX_GROUPS}",
+                fix="Close contexts that are not used any more.",
+            )
+            self._say(wire.Broken(order.number, error))
+            return
         try:
-            if len(sockets) != len(others) or not self.expect(order.number):
-                raise LimitExceeded(
-                    f"group '{name}'",
-                    why=f"this session has {len(self._groups)} groups of at most {MAX_GROUPS}",
-                    fix="Close contexts that are not used any more.",
-                )
             if others:
                 pairs = dict(zip(others, sockets, strict=True))
-                sockets = []
                 exchange = SocketExchange(
                     name, order.index, labels, pairs, partial(self._broken, order.number)
                 )
                 self._share_memory(order, exchange)
-        except (MeshError, OSError) as error:
-            for each in sockets:
-                each.close()
+        except (MeshError, OSError) as caught:
             if exchange is not None:
                 exchange.close(CLOSE_SECONDS)
             self._leave(order.number)
-            if not isinstance(error, CollectiveError):  # which was told when it broke the group
-                failed = error if isinstance(error, MeshError) else _failed(error)
+            if not isinstance(caught, CollectiveError):  # which was told when it broke the group
+                failed = caught if isinstance(caught, MeshError) else _failed(caught)
                 self._say(wire.Broken(order.number, failed))
             return
         self.add(order, exchange)

@@ -51,6 +51,9 @@ PAIR_SCOPE = "collective:devices"
 MAX_JOINED = 256
 """Memberships at a node, over all sessions; executors bound those of one."""
 
+MAX_NEWS = 8
+"""News of an executor that wait for a client to take them."""
+
 FORMING_SECONDS = 40.0
 """For a group to be formed from when its client asks: dialling is most of it."""
 
@@ -69,9 +72,17 @@ class _Joined:
     news: list[wire.Formed | wire.Broken] = dataclasses.field(default_factory=list)
 
     def hear(self, news: wire.Formed | wire.Broken) -> None:
-        """Take what the executor says."""
-        self.news.append(news)
-        self.wake()
+        """Take what the executor says: that the group is formed, and that it is broken."""
+        if len(self.news) < MAX_NEWS:
+            self.news.append(news)
+            self.wake()
+
+    def end(self) -> None:
+        """Let go of the streams to the other nodes, also of those that nothing was carried on."""
+        for stream in self.streams.values():
+            stream.reset()
+        for over in self.carried.values():
+            over.set()
 
     def wake(self) -> None:
         """Have who waits for streams, or news, look."""
@@ -148,6 +159,7 @@ class GroupService:
                 await self._watch(joined, stream, tasks)
         finally:
             del self._joined[key]
+            joined.end()
             line = self._lines.get(executor)
             if line is not None:
                 line.leave(join.number)
