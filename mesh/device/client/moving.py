@@ -161,6 +161,8 @@ class Mover:
                 "move into a device",
             )
         except BaseException:
+            # The order may be on its way all the same, and what needs it must not wait for ever.
+            self._spawn(partial(self._deliver, arrival, _interrupted))
             self._is_over(nbytes)
             raise
         request.future.add_done_callback(lambda _: self._is_over(nbytes))
@@ -312,6 +314,10 @@ async def answered(future: Future[CborValue]) -> CborValue:
     future.add_done_callback(lambda _: done.set())
     await done.wait()
     return future.result()
+
+
+async def _interrupted() -> str:
+    raise DeviceError("a move into a device", why="the call that began it was interrupted")
 
 
 async def _delete(there: TensorClient, held: TensorRef) -> None:

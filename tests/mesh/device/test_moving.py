@@ -227,3 +227,26 @@ def test_a_move_that_fails_is_told_to_who_reads(
     with pytest.raises(MeshError, match="are left for this session"):
         x[:4].cpu()
     assert torch.ones(1, device=d).item() == 1
+
+
+def test_a_move_whose_order_was_interrupted_holds_nothing_up(
+    peers: tuple[Peer, Peer], node: blocking.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = mesh.device(peers[0].ticket, node=node)
+    x = torch.ones(1 << 18, device=d)
+    session = device_of(d).session
+    flush = session.flush
+
+    def interrupted(*, wait: bool = True) -> bool:
+        if wait:
+            monkeypatch.undo()
+            raise InterruptedError
+        return flush(wait=wait)
+
+    assert x[0].item() == 1
+    monkeypatch.setattr(session, "flush", interrupted)
+    with pytest.raises(InterruptedError):
+        x.copy_(torch.zeros(1 << 18))
+    with pytest.raises(MeshError, match="was interrupted"):
+        x.cpu()
+    assert torch.ones(1, device=d).item() == 1
