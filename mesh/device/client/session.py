@@ -349,6 +349,16 @@ class Session:
         """Have the peer forget sequences, and what was kept for them. Only queues."""
         self.queue.append(_Forgotten(numbers, pins))
 
+    def check_not_recording(self, what: str) -> None:
+        """Raise `UnsupportedOnDevice` while operations are captured: `what` can't be run again."""
+        if self._recording is not None:
+            raise UnsupportedOnDevice(
+                f"{what} while operations are captured",
+                peer=self.label(),
+                why="it is the program that would go on from it, and that is not run again",
+                fix="Do it before or after the block.",
+            )
+
     def _is_kept(self, handle: int) -> bool:
         """Return whether a handle that was let go of must stay at the peer."""
         if handle in self._pins:
@@ -369,17 +379,8 @@ class Session:
         self._held.difference_update(gone)
         return gone
 
-    def _check_not_recording(self, what: str) -> None:
-        if self._recording is not None:
-            raise UnsupportedOnDevice(
-                f"{what} while operations are captured",
-                peer=self.label(),
-                why="it is the program that would go on from it, and that is not run again",
-                fix="Do it before or after the block.",
-            )
-
     def _request(self, request: Request, make: Callable[[int], bytes]) -> Request:
-        self._check_not_recording(request.what)
+        self.check_not_recording(request.what)
         key = self._next_request()
         self._requests[key] = request
         try:

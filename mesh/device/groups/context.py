@@ -240,6 +240,8 @@ class DistributedContext:
         failure = self.failure
         if failure is not None:
             raise failure
+        for part in self._parts:
+            part.check(kind)
 
     def _unusable(self, what: str) -> DeviceError:
         return DeviceError(

@@ -31,6 +31,9 @@ class Part(Protocol):
     ranks: tuple[int, ...]
     next: int
 
+    def check(self, what: str) -> None:
+        """Raise unless operations can be started now; `what` is for the message."""
+
     def start(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """Start the next operation with what each rank contributes."""
 
@@ -56,6 +59,10 @@ class SessionPart:
         self.number = session.next_id()
         """The group's, among those of the session."""
         self.next = 0
+
+    def check(self, what: str) -> None:
+        """See `Part.check`."""
+        self.session.check_not_recording(what)
 
     def start(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """See `Part.start`."""
@@ -114,6 +121,9 @@ class LocalPart:
         self.ranks = tuple(range(count))
         self.next = 0
         self._results: dict[int, Sequence[torch.Tensor]] = {}
+
+    def check(self, what: str) -> None:
+        """See `Part.check`."""
 
     def start(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """See `Part.start`."""

@@ -18,6 +18,13 @@ __all__ = ["Made", "Program"]
 
 _OPERATORS: dict[str, Any] = {}
 
+_OTHERS = -1
+"""Stands, among handles, for what others wait for. Results of a group are waited for on the one
+thread there is, and so not before all that has been done that other members may need for them."""
+
+_GROUPS = -2
+"""The group of number n stands at this less n: its operations are done in order."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Made:
@@ -125,10 +132,21 @@ class Program:
         """Return what runs it with these values, and what that depends on."""
         name, start = self.template.name, len(self.tensors)
         draws = self.is_random or name in (wire.GET_RNG, wire.SET_RNG)
+        uses: tuple[int, ...] = tuple(values[:start])
+        changes: tuple[int, ...] = (
+            *values[start : start + self.count],
+            *(values[index] for index in self.written),
+        )
+        if name in (wire.READ, wire.START):
+            uses += (_OTHERS,)
+        if name in (wire.START, wire.TAKE):
+            changes += (_GROUPS - values[-2],)
+        if name == wire.TAKE:
+            changes += (_OTHERS,)
         return Step(
             partial(run, self, values),
-            tuple(values[:start]),
-            (*values[start : start + self.count], *(values[index] for index in self.written)),
+            uses,
+            changes,
             (self.template.device,) if draws else (),
             name == wire.WAIT,
         )

@@ -109,6 +109,8 @@ class Sequences:
             program = programs[step.template]
             if program.template.outputs is None:
                 raise _bad("a sequence holds an operation whose results only it can tell")
+            if program.template.name in (wire.START, wire.TAKE):
+                raise _bad("a sequence holds an operation of a group, which is done once")
             ready.append((program, step.values))
             on = program.step(step.values, _nothing)
             uses.update(set(on.uses) - changes)

@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from auth import NodeId
+from mesh.device.client.capturing import capture
+from mesh.device.client.moving import MOVE_BYTES
 from mesh.device.client.session import Session
+from mesh.device.client.special import ask_elements
 from mesh.device.client.tensors import device_of, devices
-from mesh.device.errors import DeviceError, OperationFailed, SessionLost
+from mesh.device.errors import DeviceError, OperationFailed, SessionLost, UnsupportedOnDevice
 from mesh.device.groups import wire
 from mesh.device.groups.issuing import SessionPart
 from mesh.device.groups.member import MAX_GROUPS, Groups
 from mesh.device.groups.working import Call
 from mesh.errors import MeshError
 from tensor_bridge import QuotaExceeded
-from tests.mesh.device.inprocess import Loopback, open_devices
+from tests.mesh.device.inprocess import Loopback, SlowMover, open_devices
 from transport import ProtocolError
 
 SUM = Call("all_reduce", "sum")
@@ -66,6 +69,50 @@ def test_an_operation_works_on_what_was_there_when_it_was_called(world: World) -
     assert torch.equal(second.cpu(), torch.full((2, 3), 2.0))
     assert second.device == world.devices[1]
     assert world.groups.nbytes == 0
+
+
+def test_an_operation_on_what_is_still_under_way_waits_for_it(world: World) -> None:
+    mover = world.carrier.mover = SlowMover(world.carrier)
+    world.session.moves = True
+    world.groups._max_bytes = 1 << 24
+    large = torch.arange(float(MOVE_BYTES // 4))
+    world.part.start(SUM, [large.to(world.devices[0]), *world.ones(len(large))[1:]])
+    world.part.start(SUM, world.ones(2))  # which could be done, but not before the other one
+    one = world.part.take(0, large.shape, torch.float32, waits=True)
+    two = world.part.take(1, (2,), torch.float32, waits=True)
+    world.session.flush()
+    assert len(world.carrier.machine._later) >= 4
+    mover.settle()
+    assert torch.equal(one[1].cpu(), large + 1)
+    assert two[0].cpu()[0] == 2
+
+
+def test_results_are_not_waited_for_before_what_others_need_was_given(world: World) -> None:
+    mover = world.carrier.mover = SlowMover(world.carrier)
+    world.session.moves = True
+    ones = world.ones(2)
+    late = torch.ones(MOVE_BYTES // 4).to(world.devices[0])
+    world.part.start(SUM, ones)
+    asked = ask_elements(late)[0]
+    first, _ = world.part.take(0, (2,), torch.float32, waits=True)
+    world.session.flush()
+    assert len(world.carrier.machine._later) >= 2  # the reading, and so the taking
+    mover.settle()
+    assert asked.future.done()
+    assert first.cpu()[0] == 2
+
+
+def test_operations_are_not_captured(world: World) -> None:
+    ones = world.ones(2)
+    with (
+        pytest.raises(UnsupportedOnDevice, match="all_reduce while operations are captured"),
+        capture(world.devices[0]),
+    ):
+        world.part.check("all_reduce")
+    with capture(world.devices[0]):
+        world.part.start(SUM, ones)  # as a client would that does not check
+    with pytest.raises(ProtocolError, match="done once"):
+        world.session.flush()
 
 
 def test_what_can_not_be_contributed_is_told_to_who_reads(world: World) -> None:
