@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mesh.device.groups.context import Collective
 from mesh.train.replicated import Replicated
-from mesh.train.strategy import MakeOptimizer, Strategy
+from mesh.train.strategy import MakeOptimizer, Strategy, share_options
 
 __all__ = ["ddp"]
 
@@ -63,6 +63,8 @@ class _Ddp(Replicated):
         pass
 
     def _go_on_with(self, left: Sequence[int]) -> None:
+        # A schedule may have changed those of the one that is lost since the last step.
+        share_options(self.optimizer, self._optimizers[1:])
         self._optimizers = [self._optimizers[rank] for rank in left]
 
     def _optimizer_state(self) -> Any:

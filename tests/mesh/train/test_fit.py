@@ -198,8 +198,9 @@ def test_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
 class Losing:
     """Loses a device in the midst of a step, as far as a strategy can tell."""
 
-    def __init__(self, strategy: Any, after: int) -> None:
+    def __init__(self, strategy: Any, after: int, kept: int = 0) -> None:
         self.strategy = strategy
+        self.kept = kept
         self.left = after
         strategy.confirm, strategy.recover = self.confirm, self.recover
 
@@ -210,14 +211,15 @@ class Losing:
 
     def recover(self) -> Any:
         strategy = self.strategy
-        kept, gone = strategy.devices[:1], strategy.devices[1:]
+        kept, gone = strategy.devices[:1], strategy.devices[1:]  # all have the same name
         strategy._let_go()
         strategy._context.close()
         strategy._context = type(strategy._context)(kept, op="sum")
         strategy._context.open()
-        strategy._adopt(strategy._models[:1])
-        strategy._go_on_with([0])
+        strategy._adopt([strategy._models[self.kept]])
+        strategy._go_on_with([self.kept])
         strategy.model.zero_grad()
+        strategy._reduced = []
         return gone
 
 
@@ -240,6 +242,26 @@ def test_it_goes_on_without_a_device_that_is_lost(name: str, tmp_path: Path) -> 
     assert history.losses == pytest.approx(wanted)
     assert history.lost == [torch.device("cpu")]
     torch.testing.assert_close(weights, reference, atol=1e-9, rtol=0)
+
+
+def test_a_schedule_goes_on_if_the_main_device_is_lost_just_after_it() -> None:
+    data = batches(4, 6)
+    with ddp(["cpu"] * 2) as strategy:
+        Losing(strategy, after=5, kept=1)  # the first step of the second epoch
+        history = fit(
+            strategy,
+            mlp().double(),
+            optimizer=OPTIMIZERS["adam"],
+            loss=compute,
+            train=data,
+            epochs=3,
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            on_lost="continue",
+        )
+        rate = strategy.optimizer.param_groups[0]["lr"]
+    first = history.records[0]["lr"]
+    assert [record["lr"] / first for record in history.records] == [1, 0.5, 0.25]
+    assert rate == first / 8
 
 
 def test_a_device_that_is_lost_ends_it_by_default() -> None:
