@@ -107,7 +107,17 @@ class Filling:
         self._next = 0
 
     def found(self, index: int) -> None:
-        """Take note that a parameter has its gradient."""
+        """Take note that a parameter has its gradient.
+
+        Raises:
+            RuntimeError: it was handed on, and has got another one since.
+        """
+        if self._of[index] < self._next:
+            raise RuntimeError(
+                f"parameter {index}, of shape {tuple(self._parameters[index].shape)}, got a second "
+                "gradient in one backward pass, after the first was on its way to the other "
+                "devices: checkpoint with use_reentrant=False"
+            )
         self._missing[self._of[index]].discard(index)
         while self._next < len(self._buckets) and not self._missing[self._next]:
             self._hand_next()

@@ -97,6 +97,11 @@ class Replicated(abc.ABC):
             return self._backward(batch, loss, weight, last=last)
 
     def _backward(self, batch: Any, loss: Loss, weight: float, *, last: bool) -> torch.Tensor:
+        if self._reduced:
+            raise RuntimeError(
+                "the step has all of its gradients: call step(), and pass last=False with each "
+                "batch of a step but the last"
+            )
         parts = split(batch, len(self.devices))
         total = sum(count for count, _ in parts)
         self._is_settled = False

@@ -77,10 +77,14 @@ class Strategy(Protocol):
             batch: tensors, in lists, tuples or dicts, with examples along the first dimension.
             loss: the mean over a batch's examples.
             weight: of this batch in the step.
-            last: whether the step has no further batch.
+            last: whether the step has no further batch: `step` comes next.
 
         Returns:
             the loss of the whole batch, a tensor without dimensions on the main device.
+
+        Raises:
+            RuntimeError: the last batch of the step was there, or a parameter gets several
+                gradients in one backward pass (reentrant checkpointing).
         """
 
     @property

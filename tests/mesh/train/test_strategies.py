@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mesh.device.errors import DeviceError
 from mesh.train import Strategy, ddp, sharded_optimizer, single
@@ -194,6 +196,28 @@ def test_what_is_used_too_early_or_too_late_says_so() -> None:
         strategy.prepare(mlp().double(), OPTIMIZERS["sgd"])
     with pytest.raises(DeviceError, match="the context is closed"):
         strategy.backward(batches(1, 6)[0], compute)
+
+
+@pytest.mark.parametrize("name", ["ddp-3", "sharded-4"])
+def test_gradients_that_would_be_wrong_are_refused(name: str) -> None:
+    data = batches(2, 6)
+    with STRATEGIES[name]() as strategy:
+        strategy.prepare(mlp().double(), OPTIMIZERS["sgd"])
+        strategy.backward(data[0], compute)
+        with pytest.raises(RuntimeError, match="last=False"):
+            strategy.backward(data[1], compute)
+        strategy.step()
+        strategy.backward(data[1], compute)
+
+    def twice(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        once = checkpoint(model, inputs, use_reentrant=True)
+        return (once + checkpoint(model, inputs, use_reentrant=True)).mean()
+
+    with STRATEGIES[name]() as strategy:
+        strategy.prepare(mlp().double(), OPTIMIZERS["sgd"])
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            strategy.backward(data[0], twice)
 
 
 def test_splitting() -> None:
