@@ -48,8 +48,9 @@ __all__ = ["PAIR_SCOPE", "GroupService"]
 PAIR_SCOPE = "collective:devices"
 """What another node needs to be paired with for a group: a part of the scope ``collective``."""
 
-MAX_JOINED = 256
-"""Memberships at a node, over all sessions; executors bound those of one."""
+MAX_JOINED, MAX_JOINED_PER_PEER = 256, 64
+"""Memberships at a node, over all sessions, and over those of one client; executors bound those of
+one session."""
 
 MAX_NEWS = 8
 """News of an executor that wait for a client to take them."""
@@ -140,10 +141,12 @@ class GroupService:
         key = (join.group, owner)
         if key in self._joined:
             raise ProtocolError("joining of a group", why="the session is in it already")
-        if len(self._joined) >= MAX_JOINED:
+        held = sum(each == owner for _, each in self._joined)
+        if held >= MAX_JOINED_PER_PEER or len(self._joined) >= MAX_JOINED:
             raise LimitExceeded(
                 "joining of a group",
-                why=f"{len(self._joined)} of {MAX_JOINED} memberships are taken at this node",
+                why=f"{held} of {MAX_JOINED_PER_PEER} memberships of this peer are taken at this "
+                f"node, and {len(self._joined)} of {MAX_JOINED} in all",
                 fix="Close contexts that are not used any more.",
             )
         joined = self._joined[key] = _Joined(join, executor)
@@ -306,7 +309,8 @@ class GroupService:
         while not left.is_set():
             while joined.news:
                 await stream.send_message(joined.news.pop(0).encode())
-            await joined.changed.wait()
+            if not left.is_set():  # it may have come while the news were sent
+                await joined.changed.wait()
 
     def _line(self, executor: Executor) -> Line:
         line = self._lines.get(executor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import torch
 import mesh
 from mesh import blocking
 from mesh.collective import CollectiveError, RankLost, UnsupportedCollective
-from mesh.device.client.tensors import devices
+from mesh.device.client.tensors import device_of, devices
 from mesh.device.errors import DeviceError
 from mesh.device.groups import wire
+from mesh.device.groups.service import MAX_JOINED_PER_PEER
 from mesh.errors import AccessDenied, MeshError
 from tests.mesh.device.peer import Peer, client, peer
 from tests.mesh.device.test_moving import moved_bytes
@@ -242,6 +244,30 @@ def test_nobody_joins_with_a_session_that_is_not_theirs(
 
     with pytest.raises(MeshError, match="the session is not here any more"):
         node.run(join)
+
+
+def test_a_client_leaves_room_for_others(
+    peers: tuple[Peer, Peer], four: list[torch.device], node: blocking.Node
+) -> None:
+    carrier = device_of(four[0]).session.carrier
+    assert carrier is not None
+    assert carrier.mover is not None
+    session = carrier.mover.number
+
+    async def join_many() -> None:
+        there = await node.node.connect(peers[0].ticket)
+        member = wire.Member(there.node_id, (0,))
+        connection = await there.connection()
+        async with AsyncExitStack() as stack:
+            for number in range(MAX_JOINED_PER_PEER + 1):
+                group = number.to_bytes(16, "big")
+                joining = wire.Join(session, group, 1 << 40 | number, 0, (member,), 5.0)
+                stream = await connection.open_stream(wire.GROUP_SERVICE, joining.encode())
+                await stack.enter_async_context(stream)
+                await stream.reply()
+
+    with pytest.raises(MeshError, match="64 of 64 memberships of this peer are taken"):
+        node.run(join_many)
 
 
 def test_a_peer_that_dies_is_named_within_the_liveness_bound(
