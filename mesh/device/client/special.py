@@ -33,6 +33,7 @@ __all__ = [
     "elements",
     "empty",
     "finish_elements",
+    "resolved",
     "resolving",
 ]
 

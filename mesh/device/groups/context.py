@@ -14,7 +14,7 @@ import torch
 
 from auth import MeshError
 from mesh.collective import CollectiveTimeout, refuse_unless_reducible
-from mesh.device.client.special import ask_elements
+from mesh.device.client.special import ask_elements, resolved
 from mesh.device.client.tensors import BACKEND, Device, device_of
 from mesh.device.errors import DeviceError
 from mesh.device.groups.forming import FORMING_SECONDS, Bond
@@ -365,7 +365,7 @@ class Starting:
         context._turns[rank] += 1
         self._left[part].discard(rank)
         self._like = tensor if self._like is None else self._like
-        self._tensors[rank] = tensor.detach()
+        self._tensors[rank] = resolved(tensor.detach())
         if not self._left[part]:
             part.start(self._call, [self._tensors.pop(each) for each in part.ranks])
 

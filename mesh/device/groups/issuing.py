@@ -13,7 +13,7 @@ from mesh.device import wire
 from mesh.device.client.entries import Entry
 from mesh.device.client.session import Session
 from mesh.device.client.tensors import Device, dense_strides, geometry_of, handle_of, new_tensor
-from mesh.device.groups.working import Call, Ranks, work
+from mesh.device.groups.working import Call, Ranks, contribution, work
 
 __all__ = ["LocalPart", "Part", "SessionPart"]
 
@@ -128,7 +128,7 @@ class LocalPart:
     def start(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """See `Part.start`."""
         with torch.no_grad():
-            parts = [tensor.detach().contiguous().view(-1).clone() for tensor in tensors]
+            parts = [contribution(tensor.detach()) for tensor in tensors]
             self._results[self.next] = work(call, Ranks((self.ranks,), 0), None, parts)
         self.next += 1
 

@@ -30,7 +30,14 @@ from mesh.collective import (
 from mesh.device.errors import DeviceError
 from mesh.device.groups import wire
 from mesh.device.groups.exchange import SocketExchange
-from mesh.device.groups.working import REDUCTIONS, Call, Ranks, signature, work
+from mesh.device.groups.working import (
+    REDUCTIONS,
+    Call,
+    Ranks,
+    contribution,
+    signature,
+    work,
+)
 from mesh.distributed.neighbours import share_memory
 from mesh.threads import OpThread
 from tensor_bridge import QuotaExceeded
@@ -327,7 +334,7 @@ class Groups:
             refuse_unless_reducible(first.dtype, REDUCTIONS[call.op])
         if call.kind == "reduce_scatter" and first.numel() % group.ranks.count:
             raise _bad(f"{first.numel()} elements don't divide among {group.ranks.count} ranks")
-        return [tensor.contiguous().view(-1).clone() for tensor in tensors]
+        return list(map(contribution, tensors))
 
     def _run(
         self,

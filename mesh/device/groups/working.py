@@ -19,7 +19,7 @@ from mesh.device.groups.wire import MAX_RANKS
 from tensor_bridge import dtype_name
 from transport import ProtocolError
 
-__all__ = ["REDUCTIONS", "Call", "Ranks", "check_call", "signature", "work"]
+__all__ = ["REDUCTIONS", "Call", "Ranks", "check_call", "contribution", "signature", "work"]
 
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
@@ -86,6 +86,12 @@ def check_call(kind: object, op: object, root: object) -> Call:
     if not is_known or type(root) is not int or not 0 <= root < MAX_RANKS:
         raise ProtocolError("an operation of a group of devices", why="there is none such")
     return Call(str(kind), str(op), root)
+
+
+def contribution(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of what a rank contributes, as `work` takes it."""
+    # A tensor of one element counts as contiguous whatever its strides are, and a copy keeps them.
+    return tensor.contiguous().view(-1).clone(memory_format=torch.contiguous_format)
 
 
 def signature(call: Call, tensor: torch.Tensor) -> Signature:

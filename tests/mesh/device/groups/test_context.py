@@ -75,6 +75,23 @@ def test_every_collective(context: mesh.DistributedContext, four: list[torch.dev
         assert torch.equal(result.cpu(), torch.full((1, 3), 6.0))
 
 
+@pytest.mark.parametrize("where", ["peers", "here"])
+def test_views_count_as_what_they_show(where: str, four: list[torch.device]) -> None:
+    devices = four if where == "peers" else [torch.device("cpu")] * 2
+    number = torch.tensor([1 + 2j])
+    count = len(devices)
+    with mesh.DistributedContext(devices, op="sum") as context:
+        for view, wanted in (
+            (torch.Tensor.conj, 1 - 2j),
+            (torch.imag, 2),  # one element, and a stride of two
+            (lambda tensor: tensor.conj().imag, -2),
+        ):
+            tensors = [view(number.to(device)) for device in devices]
+            assert context.all_reduce(tensors).resolve()[-1].tolist() == [count * wanted]
+            assert context.all_gather(tensors).resolve()[0].tolist() == [wanted] * count
+            assert context.broadcast(tensors[1]).resolve()[0].tolist() == [wanted]
+
+
 def test_many_are_under_way_at_once(
     context: mesh.DistributedContext, four: list[torch.device]
 ) -> None:
