@@ -228,7 +228,9 @@ PARSERS = [
             st.builds(Signature, _words, _words, st.none() | _counts, _words),
             st.integers(0, (1 << 64) - 1),
         ),
-        write=lambda call: header.call(*call).ljust(header.CALL_BYTES, b"\0"),
+        write=lambda call: (
+            call[1].to_bytes(8, "little") + header.encode(call[0], 0, ())[: header.CALL_BYTES - 8]
+        ),
         read=lambda data: header.decode_call(
             data.ljust(header.CALL_BYTES, b"\0")[: header.CALL_BYTES]
         ),

@@ -41,6 +41,7 @@ from transport import (
 )
 from transport.cbor import CborValue
 from transport.config import TIMES
+from transport.renewal import RENEWAL_CALL
 
 pytestmark = pytest.mark.anyio
 
@@ -317,7 +318,7 @@ async def test_a_name_is_taken_once() -> None:
         node.register_alpn("app/1", _never)
         with pytest.raises(TransportError, match="taken"):
             node.register_alpn("app/1", _never)
-        assert node.services == ("echo",)
+        assert node.services == ("echo", RENEWAL_CALL)
 
 
 # -- errors across the wire
@@ -518,7 +519,7 @@ async def test_what_no_peer_could_ask_for_is_refused_where_it_is_registered() ->
                     register("app", _never, scope=scope)
             with pytest.raises(TransportError, match="can't be called"):
                 register("app", "not a function", scope="x")
-        assert node.services == ("echo",)
+        assert node.services == ("echo", RENEWAL_CALL)
         node.register_alpn("x" * 255, _never)
         node.register_call("x" * 128, _never, scope="x:y")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
@@ -81,6 +82,8 @@ class DistributedContext:
         self._next = 0
         self._turns = [0] * len(self.devices)
         """For each device the number of the operation that it has to contribute to next."""
+        self._last_taken: Collective | None = None
+        """What was resolved last: once a device has that, it has all that was resolved."""
         self._bond: Bond | None = None
         self._parts: tuple[Part, ...] = ()
         self._state = "not entered yet"
@@ -99,7 +102,7 @@ class DistributedContext:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self._leave(settle=error is None)
 
     def open(self) -> None:
         """Form the group.
@@ -119,11 +122,22 @@ class DistributedContext:
             self._state = ""
 
     def close(self) -> None:
-        """Leave the group. What was not resolved is lost; tensors that were are what they are."""
+        """Leave the group, once the devices have all that was resolved; what was not is lost.
+
+        Leaving the block with an error, or closing it in an event loop's own thread, waits for
+        nothing.
+        """
+        self._leave(settle=True)
+
+    def _leave(self, *, settle: bool) -> None:
         with self._lock:
             self._state = "closed"
-            if self._bond is not None:
-                self._bond.leave()
+            taken, self._last_taken = self._last_taken, None
+        if settle and taken is not None:
+            with contextlib.suppress(MeshError):  # which whoever reads the results is told, too
+                taken.wait()
+        if self._bond is not None:
+            self._bond.leave()
 
     @property
     def failure(self) -> MeshError | None:
@@ -473,6 +487,8 @@ class Collective:
                 results = part.take(self._number, self._shape, self._dtype, waits=waits)
                 found.update(zip(part.ranks, results, strict=True))
             self._results = [found[rank] for rank in range(len(context.devices))]
+            if waits:
+                context._last_taken = self  # a device does one after the other
         return self._results
 
 
