@@ -377,8 +377,8 @@ class _Run:
 
 def _no_batches(name: str, epoch: int) -> ValueError:
     return ValueError(
-        f"`{name}` has no batches, or too few, in epoch {epoch}: it has to yield them anew each time "
-        "it is iterated over, as a list or a DataLoader does and a generator does not"
+        f"`{name}` has no batches, or too few, in epoch {epoch}: it has to yield them anew each "
+        "time it is iterated over, as a list or a DataLoader does and a generator does not"
     )
 
 

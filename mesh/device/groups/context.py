@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
@@ -119,11 +120,25 @@ class DistributedContext:
             self._state = ""
 
     def close(self) -> None:
-        """Leave the group. What was not resolved is lost; tensors that were are what they are."""
+        """Leave the group. What was not resolved is lost; tensors that were are what they are.
+
+        It does not wait: the group is left once the devices have come to the end of what was
+        called, or after the limit for an operation.
+        """
         with self._lock:
+            if self._state == "closed":
+                return
+            is_whole = self._next > 0 and not self._state and self.failure is None
             self._state = "closed"
             if self._bond is not None:
-                self._bond.leave()
+                self._bond.leave(self._all_done() if is_whole else ())
+
+    def _all_done(self) -> list[Future[Any]]:
+        done = []
+        for part in self._parts:
+            with contextlib.suppress(MeshError):  # it is lost, or captures operations
+                done.append(part.all_done())
+        return done
 
     @property
     def failure(self) -> MeshError | None:
