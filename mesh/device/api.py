@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import threading
+import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +53,9 @@ SCOPES = (*DEFAULT_SCOPES, "device")
 LANE_SECONDS = 1.0
 """How long opening waits until it is known which lane large tensors take; on one host it takes
 milliseconds. Otherwise it becomes known later."""
+
+EXIT_SECONDS = 0.5
+"""How long the end of the program waits for peers to hear of it; it takes a round trip."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -274,6 +280,20 @@ def close(device: torch.device | str) -> None:
     session.close()
     if peering is not None:
         _peerings.pop((id(peering.node), peering.node_id), None)
+
+
+@atexit.register  # later than what closes nodes that were left open, and so run before that
+def _leave_all() -> None:
+    _leave(list(_by_session.values()))
+
+
+def _leave(peerings: Sequence[_Peering]) -> None:
+    """Have peers end sessions now, and not after the lease of those whose program has vanished."""
+    for peering in peerings:
+        peering.session.close()
+    deadline = time.monotonic() + EXIT_SECONDS
+    while time.monotonic() < deadline and not all(each.carrier.has_ended for each in peerings):
+        time.sleep(TICK)
 
 
 async def _begin(node: Node, peer: Peer) -> _Peering:

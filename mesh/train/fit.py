@@ -112,7 +112,7 @@ def fit(
 
     Raises:
         CollectiveError: a device is lost, by name, or none is left.
-        ValueError: a batch can't be split.
+        ValueError: a batch can't be split, or an epoch has none.
         CheckpointError: the directory's checkpoint is none.
     """
     strategy.prepare(model.train(), optimizer)
@@ -194,7 +194,8 @@ class _Run:
             torch.set_rng_state(self.began)  # the batches come as they did before
         batches = iter(self.train)
         for _ in range(skipped):
-            next(batches)
+            if next(batches, None) is None:
+                raise _no_batches("train", self.epoch)
         if skipped:
             torch.set_rng_state(now)
         for group in _grouped(batches, self.accumulate):
@@ -231,7 +232,9 @@ class _Run:
         return value
 
     def _end_epoch(self) -> None:
-        record = {"epoch": float(self.epoch), "train_loss": self.total / max(1, self.examples)}
+        if not self.examples:
+            raise _no_batches("train", self.epoch)
+        record = {"epoch": float(self.epoch), "train_loss": self.total / self.examples}
         record["lr"] = float(self.strategy.optimizer.param_groups[0]["lr"])
         if self.validate is not None:
             record |= self._surviving(self._validated)
@@ -264,7 +267,9 @@ class _Run:
             count = rows(batch)
             sums += self.strategy.evaluate(batch, measure).cpu().to(torch.float64) * count
             total += count
-        means = (sums / max(1, total)).tolist()
+        if not total:
+            raise _no_batches("validate", self.epoch)
+        means = (sums / total).tolist()
         return {f"valid_{name}": mean for name, mean in zip(names, means, strict=True)}
 
     def _read_losses(self) -> None:
@@ -368,6 +373,13 @@ class _Run:
         if len(state["device_random"]) == len(self.strategy.devices):
             for device, random in zip(self.strategy.devices, state["device_random"], strict=True):
                 _set_random_state(device, random)
+
+
+def _no_batches(name: str, epoch: int) -> ValueError:
+    return ValueError(
+        f"`{name}` has no batches, or too few, in epoch {epoch}: it has to yield them anew each "
+        "time it is iterated over, as a list or a DataLoader does and a generator does not"
+    )
 
 
 def _grouped(batches: Iterator[Any], count: int) -> Iterator[list[Any]]:

@@ -148,6 +148,11 @@ class StreamCarrier:
             self._room.notify_all()
         self._stir()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it carries nothing any more, or is of the process that this was forked from."""
+        return self._ended.is_set() or os.getpid() != self._process
+
     def _stir(self) -> None:
         if os.getpid() == self._process:
             with contextlib.suppress(OSError):  # full: it will wake; closed: it has ended

@@ -82,8 +82,6 @@ class DistributedContext:
         self._next = 0
         self._turns = [0] * len(self.devices)
         """For each device the number of the operation that it has to contribute to next."""
-        self._last_taken: Collective | None = None
-        """What was resolved last: once a device has that, it has all that was resolved."""
         self._bond: Bond | None = None
         self._parts: tuple[Part, ...] = ()
         self._state = "not entered yet"
@@ -102,7 +100,7 @@ class DistributedContext:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._leave(settle=error is None)
+        self.close()
 
     def open(self) -> None:
         """Form the group.
@@ -122,22 +120,25 @@ class DistributedContext:
             self._state = ""
 
     def close(self) -> None:
-        """Leave the group, once the devices have all that was resolved; what was not is lost.
+        """Leave the group. What was not resolved is lost; tensors that were are what they are.
 
-        Leaving the block with an error, or closing it in an event loop's own thread, waits for
-        nothing.
+        It does not wait: the group is left once the devices have come to the end of what was
+        called, or after the limit for an operation.
         """
-        self._leave(settle=True)
-
-    def _leave(self, *, settle: bool) -> None:
         with self._lock:
+            if self._state == "closed":
+                return
+            is_whole = self._next > 0 and not self._state and self.failure is None
             self._state = "closed"
-            taken, self._last_taken = self._last_taken, None
-        if settle and taken is not None:
-            with contextlib.suppress(MeshError):  # which whoever reads the results is told, too
-                taken.wait()
-        if self._bond is not None:
-            self._bond.leave()
+            if self._bond is not None:
+                self._bond.leave(self._all_done() if is_whole else ())
+
+    def _all_done(self) -> list[Future[Any]]:
+        done = []
+        for part in self._parts:
+            with contextlib.suppress(MeshError):  # it is lost, or captures operations
+                done.append(part.all_done())
+        return done
 
     @property
     def failure(self) -> MeshError | None:
@@ -487,8 +488,6 @@ class Collective:
                 results = part.take(self._number, self._shape, self._dtype, waits=waits)
                 found.update(zip(part.ranks, results, strict=True))
             self._results = [found[rank] for rank in range(len(context.devices))]
-            if waits:
-                context._last_taken = self  # a device does one after the other
         return self._results
 
 

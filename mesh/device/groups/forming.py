@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -32,6 +32,9 @@ __all__ = ["FORMING_SECONDS", "Bond"]
 
 FORMING_SECONDS = 45.0
 """For a group to be formed; nodes give up a little sooner, and say why."""
+
+PAUSE = 0.005
+"""Seconds between two looks at whether a group can be left."""
 
 _log = logging.getLogger("quicmesh.device")
 
@@ -60,6 +63,9 @@ class Bond:
         self._streams: dict[int, Stream] = {}
         self._portal: BlockingPortal | None = None
         self._leaving: anyio.Event | None = None
+        self._is_left = False
+        self._before: tuple[Future[Any], ...] = ()
+        """What is waited for before the group is left."""
         if any(mover.node is not self._node for mover in self._movers):
             raise DeviceError(
                 "forming of a group of devices",
@@ -85,8 +91,14 @@ class Bond:
         assert carrier is not None
         carrier.check_waiting()
 
-    def leave(self) -> None:
-        """Leave the group, at all nodes. May be repeated."""
+    def leave(self, before: Sequence[Future[Any]] = ()) -> None:
+        """Leave the group, at all nodes, also while it is being formed. May be repeated.
+
+        Args:
+            before: what has to be done before that, if the group does not break meanwhile.
+        """
+        self._before = tuple(before)
+        self._is_left = True  # for the loop, if it has not begun yet
         portal, leaving = self._portal, self._leaving
         if portal is not None and leaving is not None:
             try:
@@ -118,6 +130,8 @@ class Bond:
             async with BlockingPortal() as portal:
                 self._leaving = anyio.Event()
                 self._portal = portal
+                if self._is_left:
+                    self._leaving.set()
                 try:
                     await self._live(self._leaving)
                     failure = DeviceError("a group of devices", why="it was left")
@@ -134,13 +148,20 @@ class Bond:
 
     async def _live(self, leaving: anyio.Event) -> None:
         try:
-            with anyio.fail_after(FORMING_SECONDS):
-                await self._form()
+            with anyio.fail_after(FORMING_SECONDS) as scope:
+                async with helpers() as tasks:
+                    tasks.start_soon(_cancel_after, leaving, scope)
+                    await self._form()
+            if leaving.is_set():
+                return
             self.formed.set_result(None)
             async with helpers() as tasks:
                 for member in self._streams:
                     tasks.start_soon(self._watch, member)
                 await leaving.wait()
+                with anyio.move_on_after(self._timeout):
+                    while not (self.broken.done() or all(each.done() for each in self._before)):
+                        await anyio.sleep(PAUSE)  # other threads may end them
         except TimeoutError:
             raise DeviceError(
                 "forming of a group of devices",
@@ -259,6 +280,11 @@ class Bond:
             why=why,
             fix="Close the context, and make one without what is lost.",
         )
+
+
+async def _cancel_after(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 def _mover(part: SessionPart) -> Mover:

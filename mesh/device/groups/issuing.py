@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from mesh.device import wire
+from mesh.device.client.backend import ask_wait
 from mesh.device.client.entries import Entry
 from mesh.device.client.session import Session
 from mesh.device.client.tensors import Device, dense_strides, geometry_of, handle_of, new_tensor
@@ -33,6 +35,9 @@ class Part(Protocol):
 
     def check(self, what: str) -> None:
         """Raise unless operations can be started now; `what` is for the message."""
+
+    def all_done(self) -> Future[Any]:
+        """Return what is done once the results that were taken are there, or never will be."""
 
     def start(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """Start the next operation with what each rank contributes."""
@@ -63,6 +68,10 @@ class SessionPart:
     def check(self, what: str) -> None:
         """See `Part.check`."""
         self.session.check_not_recording(what)
+
+    def all_done(self) -> Future[Any]:
+        """See `Part.all_done`."""
+        return ask_wait(self.devices[0]).future
 
     def start(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """See `Part.start`."""
@@ -124,6 +133,12 @@ class LocalPart:
 
     def check(self, what: str) -> None:
         """See `Part.check`."""
+
+    def all_done(self) -> Future[Any]:
+        """See `Part.all_done`."""
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
 
     def start(self, call: Call, tensors: Sequence[torch.Tensor]) -> None:
         """See `Part.start`."""

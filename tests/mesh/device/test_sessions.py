@@ -85,7 +85,7 @@ def test_opening_describing_and_closing(
     monkeypatch.undo()
     x = torch.ones(2, device=d)
     assert x.to(other).tolist() == [1.0, 1.0]
-    assert there.sizes()["executors"] == 1
+    eventually(lambda: there.sizes()["executors"] == 1)  # that of the third is over
     mesh.device.close(d)
     with pytest.raises(SessionLost, match="it was closed"):
         x.cpu()
@@ -219,6 +219,23 @@ def test_sessions_of_one_peer_are_few(there: Peer, node: blocking.Node) -> None:
     mesh.device.close(opened[0])
     eventually(lambda: there.sizes()["device_sessions"] == 3)
     assert torch.ones(1, device=mesh.device(there.ticket, node=node)).item() == 1
+
+
+def test_a_program_that_ends_frees_its_sessions_at_once(
+    there: Peer, node: blocking.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eventually(lambda: is_clean(there))
+    x = torch.ones(1, device=mesh.device(there.ticket, node=node))
+    peering = api._by_session[id(device_of(x.device).session)]
+    monkeypatch.setattr(api, "_by_session", {0: peering})
+    began = time.monotonic()
+    api._leave_all()
+    assert time.monotonic() - began < api.EXIT_SECONDS
+    assert peering.carrier.has_ended
+    eventually(lambda: there.sizes()["device_sessions"] == 0)
+    api._leave_all()  # what has ended is not waited for
+    with pytest.raises(SessionLost, match="it was closed"):
+        x.cpu()
 
 
 def test_a_fork_does_not_use_its_parents_devices(there: Peer, node: blocking.Node) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -164,6 +164,40 @@ def test_it_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
 def test_validation_leaves_training_alone() -> None:
     with_it = trained(single("cpu"), validate=batches(2, 6))
     assert with_it.losses == trained(single("cpu")).losses
+
+
+def test_an_epoch_without_batches_is_none(tmp_path: Path) -> None:
+    def attempt(train: Any, validate: Any = None, directory: Path | None = None) -> None:
+        with single("cpu") as strategy:
+            fit(
+                strategy,
+                mlp().double(),
+                optimizer=OPTIMIZERS["sgd"],
+                loss=compute,
+                train=train,
+                validate=validate,
+                epochs=2,
+                directory=directory,
+                checkpoint_steps=2,
+            )
+
+    data = batches(3, 6)
+    for train, validate, name, epoch in (
+        (iter(data), None, "train", 1),
+        (data, iter(data), "validate", 1),
+        ([], None, "train", 0),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` has no batches.* in epoch {epoch}"):
+            attempt(train, validate)
+    with pytest.raises(RuntimeError, match="it ends"):
+        attempt(_ending(data), directory=tmp_path)
+    with pytest.raises(ValueError, match="`train` has no batches"):
+        attempt(data[:1], directory=tmp_path)  # of an epoch of which two steps are done
+
+
+def _ending(data: list[Any]) -> Iterator[Any]:
+    yield from data[:2]
+    raise RuntimeError("it ends")
 
 
 def test_it_ends_early() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
+import anyio
 import pytest
 import torch
 
 import mesh
 from mesh import blocking
 from mesh.collective import CollectiveError, RankLost, UnsupportedCollective
+from mesh.device.client.moving import MOVE_BYTES
 from mesh.device.client.tensors import device_of, devices
 from mesh.device.errors import DeviceError
 from mesh.device.groups import wire
+from mesh.device.groups.forming import Bond
+from mesh.device.groups.issuing import SessionPart
 from mesh.device.groups.service import MAX_JOINED_PER_PEER
 from mesh.errors import AccessDenied, MeshError
 from tests.mesh.device.peer import Peer, client, peer
@@ -174,6 +179,17 @@ def test_a_context_is_used_inside_its_block(four: list[torch.device]) -> None:
     assert context.failure is None
 
 
+def test_results_outlive_a_group_that_is_left_before_they_are_there(
+    four: list[torch.device],
+) -> None:
+    large = torch.arange(float(MOVE_BYTES // 4))
+    for _ in range(3):
+        with mesh.DistributedContext(four[:2], op="sum") as context:
+            tensors = [large.to(device) for device in four[:2]]  # under way when the block ends
+            results = [context.all_reduce(tensors).resolve() for _ in range(4)]
+        assert all(torch.equal(each.cpu(), 2 * large) for pair in results for each in pair)
+
+
 def test_devices_come_one_by_one_in_the_order_of_operations(four: list[torch.device]) -> None:
     one, other = four[0], four[1]
     with mesh.DistributedContext([one, other]) as context:
@@ -261,6 +277,30 @@ def test_nobody_joins_with_a_session_that_is_not_theirs(
 
     with pytest.raises(MeshError, match="the session is not here any more"):
         node.run(join)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_forming_ends_when_the_group_is_left(
+    has_begun: bool, four: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+
+    async def form(bond: Bond) -> None:
+        began.set()
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(Bond, "_form", form)
+    device = device_of(four[0])
+    bond = Bond([SessionPart(device.session, [device], [0])], 5.0)
+    if has_begun:
+        bond.begin()
+        assert began.wait(5)
+        bond.leave()
+    else:
+        bond.leave()
+        bond.begin()
+    assert "it was left" in str(bond.formed.exception(5))
+    assert bond.broken.done()
 
 
 def test_a_client_leaves_room_for_others(
