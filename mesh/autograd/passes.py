@@ -43,6 +43,7 @@ from mesh.rpc.exceptions import decode_exception, encode_exception
 from mesh.rpc.limits import limit
 from mesh.rpc.links import current_context
 from mesh.rpc.wire import SCOPE
+from mesh.rpc.workers import contained
 from transport import CborValue, Endpoint, Incoming, LimitExceeded, ProtocolError
 
 if TYPE_CHECKING:
@@ -388,7 +389,7 @@ class Passes:
 
     async def _in_thread(self, function: Callable[[], _Result]) -> _Result:
         return await anyio.to_thread.run_sync(
-            function, limiter=self._threads, abandon_on_cancel=True
+            lambda: contained(function), limiter=self._threads, abandon_on_cancel=True
         )
 
     def _error(self, failure: Failure) -> BackwardError:

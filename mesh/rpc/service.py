@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import weakref
@@ -132,7 +133,8 @@ class RpcService:
             _log.warning("%s sent a pickle: %s", peer, refused)
             incoming.connection.abort(AppCode.PROTOCOL, str(refused))
             raise refused
-        with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
+        with contextlib.ExitStack() as kept:
+            kept.enter_context(self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes))
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
@@ -140,7 +142,7 @@ class RpcService:
                 together(request.beside, parts), request.beside.devices
             )
             with self._agent.autograd.joined(request.link, peer.node_id):
-                ended, link = await self._ended(request, tensors, incoming)
+                ended, link = await self._ended(request, tensors, incoming, kept)
             del tensors
             del parts
         if isinstance(ended, Answer):
@@ -202,13 +204,17 @@ class RpcService:
     # -- a call
 
     async def _ended(
-        self, request: Request, tensors: Sequence[torch.Tensor], incoming: Incoming
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        incoming: Incoming,
+        kept: contextlib.ExitStack,
     ) -> tuple[Packed | Answer, Link | None]:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
         try:
             if request.create is not None:
-                await self._begin(request, tensors, incoming, request.create)
+                await self._begin(request, tensors, incoming, request.create, kept)
                 return await self.packed(None, Outgoing(self._agent, peer.node_id)), None
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
@@ -230,8 +236,12 @@ class RpcService:
         tensors: Sequence[torch.Tensor],
         incoming: Incoming,
         create: wire.Fork,
+        kept: contextlib.ExitStack,
     ) -> None:
-        """Begin a call whose result stays here, for its caller to refer to."""
+        """Begin a call whose result stays here, for its caller to refer to.
+
+        Its arguments take the room that is `kept` for them until it has ended.
+        """
         peer, grant = incoming.peer, incoming.grant
         if request.target.kind in ("fetch", "gradients", "backward"):
             raise NotExposed(str(request.target), why="its result can't become a reference")
@@ -239,13 +249,17 @@ class RpcService:
             await self._method(request, peer, grant)
         owned = self._agent.owned.create(create, peer.node_id, anyio.current_time())
 
+        room = kept.pop_all()
+
         async def counted() -> None:
             with self._agent.activity.answering():
                 await compute()
 
         async def compute() -> None:
             try:
-                value = await self._run(request, tensors, peer, grant)
+                with room:
+                    value = await self._run(request, tensors, peer, grant)
+                self._keep(owned, value, peer.node_id, grant)
             except _Raised as raised:
                 if isinstance(raised.error, RpcTimeout):
                     raised.error.what = f"RRef creation by {request.target}"
@@ -255,8 +269,6 @@ class RpcService:
             except BaseException:
                 _fail(owned, RefLost("a remote reference", why="its owner has been shut down"))
                 raise
-            else:
-                self._keep(owned, value, peer.node_id, grant)
 
         self._agent.start_soon(counted)
 
@@ -297,7 +309,9 @@ class RpcService:
             )
             if is_prompt(target.name, args, kwargs):
                 try:
-                    return function()
+                    # Whatever a coroutine of the program's has switched off in this thread.
+                    with torch.enable_grad():
+                        return function()
                 except Exception as error:
                     raise _Raised(error) from error
             return await self._within(
@@ -374,7 +388,10 @@ class RpcService:
     ) -> Any:
         try:
             if inspect.iscoroutinefunction(found):
-                return await found(*args, **kwargs)
+                try:
+                    return await found(*args, **kwargs)
+                except SystemExit as error:  # which would end this loop
+                    raise RuntimeError(f"the function raised SystemExit: {error}") from error
             if is_generator(found):
                 raise RpcError(
                     f"call of {found.__qualname__!r:.80}",

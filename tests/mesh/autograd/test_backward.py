@@ -6,6 +6,7 @@ import contextvars
 import threading
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -243,3 +244,24 @@ async def test_a_context_of_a_task_of_the_loop_ends_everywhere() -> None:
                 inherited.run(begin_another)
         inherited.run(begin_another)  # what is over is no hindrance
         await quiet(a, b)
+
+
+async def test_an_operator_is_recorded_amid_a_coroutine_that_has_switched_gradients_off() -> None:
+    begun, let_go = anyio.Event(), anyio.Event()
+
+    async def without_gradients() -> None:
+        with torch.no_grad():
+            begun.set()
+            await let_go.wait()
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            a.backward(context_id, a.call(b, torch.mul, x, 2).sum())
+            assert torch.equal(a.gradients(context_id)[x], torch.full((3,), 2.0))
+
+    async with workers(2) as (a, b), anyio.create_task_group() as tasks:
+        tasks.start_soon(without_gradients)
+        await begun.wait()
+        await in_thread(program, a, b)
+        let_go.set()

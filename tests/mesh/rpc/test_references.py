@@ -275,3 +275,30 @@ async def test_values_that_are_referred_to_take_room_of_who_ordered_them() -> No
         await nodes.eventually(lambda: not room.used)
         again = await a.remote(b.node_id, torch.zeros, (200_000,))
         assert (await again.fetch()).numel() == 200_000
+
+
+async def test_arguments_take_room_until_the_function_has_ended() -> None:
+    exposures.let_go.clear()
+    async with agents(2) as (a, b):
+        room = b.service._room
+        try:
+            ref = await a.remote(b.node_id, exposures.hold, (torch.zeros(1000),))
+            assert room.used == 4000
+        finally:
+            exposures.let_go.set()
+        assert await ref.fetch() == "held"
+        assert room.used == len("held")
+        del ref
+        await freed(a, b)
+        await nodes.eventually(lambda: not room.used)
+
+
+async def test_a_value_whose_size_can_not_be_told_fails_alone() -> None:
+    async with agents(2) as (a, b):
+        lazy = await a.remote(b.node_id, exposures.lazy)
+        assert await a.call(b.node_id, exposures.kind_of, (lazy,)) == "LazyLinear"
+        odd = await a.remote(b.node_id, exposures.odd)
+        with pytest.raises(ValueError, match="of no size"):
+            await odd.fetch()
+        assert len(b.references()) == 2
+        assert await a.call(b.node_id, exposures.echo, (1,)) == 1
