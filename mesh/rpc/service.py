@@ -174,7 +174,8 @@ class RpcService:
         if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
             return NOT_NOW
         try:
-            value = call_operator(name, args, kwargs, max_bytes=_bound(grant))
+            place = agent.placement.device
+            value = call_operator(name, args, kwargs, max_bytes=_bound(grant), place=place)
         except Exception as error:
             return Answer(error=encode_exception(error)).encode()
         packer = Packer(agent.types, Outgoing(agent, peer.node_id))
@@ -305,7 +306,11 @@ class RpcService:
         args, kwargs = values[-2:]
         if target.kind == "operator":
             function: _Function = lambda: call_operator(  # noqa: E731
-                target.name, args, kwargs, max_bytes=_bound(grant)
+                target.name,
+                args,
+                kwargs,
+                max_bytes=_bound(grant),
+                place=self._agent.placement.device,
             )
             if is_prompt(target.name, args, kwargs):
                 try:
