@@ -233,6 +233,8 @@ class Autograd:
             return None
         if by not in context.peers or context_id.owner == self._agent.node_id:
             raise ProtocolError("release of a context", why="who asks may not end it")
+        if not self.contexts.leave(context, by):
+            return None  # others have called in it, too, and will end it
         peers = self._free(context) - {by}
         if peers:
             await self._tell_all(context_id, peers)

@@ -6,13 +6,15 @@ in it, start nothing, bring no gradients, and end nothing.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import anyio
 import pytest
 import torch
 
-from mesh.autograd.contexts import MAX_CONTEXTS_OF_ONE
+from auth import SecretKey
+from mesh.autograd.contexts import MAX_CONTEXTS_OF_ONE, Context, Contexts
 from mesh.autograd.wire import (
     MARK_SERVICE,
     RELEASE_SERVICE,
@@ -69,6 +71,17 @@ async def test_only_those_who_take_part_mark_start_and_end() -> None:
 
         with pytest.raises(ProtocolError):
             await say(intruder, b, RELEASE_SERVICE, {"context": context.id.encode()})
+        assert b.agent.autograd.contexts.live(context.id) is theirs
+
+        # Also if it makes itself a caller in it.
+        own = Context(context.id)
+        intruder.agent.autograd.contexts._contexts[context.id] = own
+        token = current_context.set(context.id)
+        await intruder.agent.call(b.node_id, "scale", (torch.ones(3),))
+        current_context.reset(token)
+        del intruder.agent.autograd.contexts._contexts[context.id]
+        assert theirs.callers == {a.node_id, intruder.node_id}
+        await say(intruder, b, RELEASE_SERVICE, {"context": context.id.encode()})
         assert b.agent.autograd.contexts.live(context.id) is theirs
 
         # The same from who takes part.
@@ -141,3 +154,13 @@ async def test_contexts_of_one_caller_are_bounded_and_none_is_another_ones() -> 
         assert contexts.find(own.id.number) is own
         assert contexts.join(ContextId(b.node_id, 5), a.node_id) is None  # never was, or is over
         await eventually(lambda: len(contexts) > 0)
+
+
+def test_ids_of_contexts_are_not_to_be_guessed() -> None:
+    contexts = Contexts(SecretKey.generate().node_id, 1.0)
+    for rank in (None, 3):
+        contexts.worker_id = rank
+        numbers = [contexts.begin().id.number for _ in range(8)]
+        steps = {later - before for before, later in itertools.pairwise(numbers)}
+        assert min(map(abs, steps)) > 1 << 20
+        assert rank is None or {number >> 48 for number in numbers} == {rank}

@@ -116,7 +116,7 @@ def test_peers_say_neither_where_memory_is_taken_nor_that_it_is_pinned() -> None
     assert torch.equal(zeros(device="cpu"), torch.zeros(3))  # type: ignore[arg-type]
     assert torch.equal(zeros(device=None, pin_memory=False), torch.zeros(3))  # type: ignore[arg-type]
     for device in ("meta", torch.device("meta"), "cuda:99", "mesh:0", 99):
-        with pytest.raises(RpcError, match="no such device|no device"):
+        with pytest.raises(RpcError, match="device"):
             zeros(device=device)
     with pytest.raises(NotExposed, match="pin"):
         zeros(pin_memory=True)
