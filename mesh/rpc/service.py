@@ -133,14 +133,21 @@ class RpcService:
             _log.warning("%s sent a pickle: %s", peer, refused)
             incoming.connection.abort(AppCode.PROTOCOL, str(refused))
             raise refused
+        nbytes = request.beside.nbytes
+        self._room.take(peer.node_id, incoming.grant, nbytes)
         with contextlib.ExitStack() as kept:
-            kept.enter_context(self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes))
+            kept.callback(self._room.give, peer.node_id, nbytes)
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
             tensors = await self._agent.placement.ordered(
                 together(request.beside, parts), request.beside.devices
             )
+            if request.link is not None and request.link.message:
+                # A graph may need them for as long as their context lasts.
+                kept.pop_all()
+                for meta, tensor in zip(request.beside.metas, tensors, strict=True):
+                    self._give_after(tensor, peer.node_id, meta.nbytes)
             with self._agent.autograd.joined(request.link, peer.node_id):
                 ended, link = await self._ended(request, tensors, incoming, kept)
             del tensors
@@ -281,9 +288,13 @@ class RpcService:
         except QuotaExceeded as error:
             _fail(owned, error)
             return
-        weakref.finalize(owned, self._room.give, peer, nbytes).atexit = False
+        self._give_after(owned, peer, nbytes)
         if not owned.outcome.done():
             owned.outcome.set_result(value)
+
+    def _give_after(self, what: object, peer: NodeId, nbytes: int) -> None:
+        """Give room back as soon as nobody has `what` any more."""
+        weakref.finalize(what, self._room.give, peer, nbytes).atexit = False
 
     async def _run(
         self,
