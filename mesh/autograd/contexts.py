@@ -36,7 +36,7 @@ MAX_MESSAGES = 1 << 18
 """Most recorded messages of a context, each way."""
 
 MAX_MARKINGS = 256
-"""Most markings of a context that wait for a backward, or for another one."""
+"""Most markings of a context by one node that wait for a backward, or for another one."""
 
 MAX_ENDED = 8192
 """Contexts that have ended and are remembered, so that what comes late begins none anew."""

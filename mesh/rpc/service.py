@@ -143,8 +143,9 @@ class RpcService:
             tensors = await self._agent.placement.ordered(
                 together(request.beside, parts), request.beside.devices
             )
-            if request.link is not None and request.link.message:
-                # A graph may need them for as long as their context lasts.
+            is_recorded = request.link is not None and request.link.message > 0
+            if is_recorded or request.target.kind == "gradients":
+                # A graph may need them for as long as its context lasts; they may wait for a run.
                 kept.pop_all()
                 for meta, tensor in zip(request.beside.metas, tensors, strict=True):
                     self._give_after(tensor, peer.node_id, meta.nbytes)
