@@ -133,8 +133,8 @@ async def test_gradients_that_nobody_needs_are_refused() -> None:
             good = Gradients(context.id, marking, run, number, [torch.ones(3)])
             await a.agent.send_gradients(b.node_id, good.arguments())
         assert room.used == before + 12 * MAX_RUNS
+        more = Gradients(context.id, marking, MAX_RUNS + 1, number, [torch.ones(3)])
         with pytest.raises(LimitExceeded):
-            more = Gradients(context.id, marking, run + 1, number, [torch.ones(3)])
             await a.agent.send_gradients(b.node_id, more.arguments())
         await in_thread(a.agent.autograd.end, context)
         await quiet(a, b)
