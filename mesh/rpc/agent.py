@@ -232,9 +232,8 @@ class Agent:
         ready = self.asking.pack(ref.owner_id, target, args, kwargs or {}, None)
 
         async def ask() -> Any:
-            if ref.created is not None:
-                await self.bridge.until_done(ref.created)
-            return await self.asking.ask(ref.owner_id, target, (), {}, seconds, ready=ready)
+            left = await self.asking.created(ref, str(target), seconds)
+            return await self.asking.ask(ref.owner_id, target, (), {}, left, ready=ready)
 
         return ask
 
@@ -311,8 +310,9 @@ class Agent:
             NotExposed: the owner does not expose the value's class.
             MeshError, Exception: as `call`.
         """
-        target = await self.asking.at(ref, "method", method)
-        return await self.asking.ask(ref.owner_id, target, args, kwargs or {}, timeout)
+        seconds = self.asking.seconds(timeout)
+        target, left = await self.asking.at(ref, "method", method, seconds=seconds)
+        return await self.asking.ask(ref.owner_id, target, args, kwargs or {}, left)
 
     def stream(
         self,
@@ -348,24 +348,21 @@ class Agent:
         timeout: float | None = None,
     ) -> RemoteIterator:
         """Return the same as `stream`, of a method of a reference's value, at its owner."""
-        return RemoteIterator(
-            self,
-            ref.owner_id,
-            lambda: self.asking.at(ref, "method", method),
-            args,
-            kwargs or {},
-            self.asking.seconds(timeout),
-        )
+        seconds = self.asking.seconds(timeout)
+
+        async def found() -> Target:
+            return (await self.asking.at(ref, "method", method, seconds=seconds))[0]
+
+        return RemoteIterator(self, ref.owner_id, found, args, kwargs or {}, seconds)
 
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
+        seconds = self.asking.seconds(timeout)
         if isinstance(ref.state, Owned):
-            with limit(
-                self.asking.seconds(timeout), "fetch of a reference", self.label(self.node_id)
-            ):
+            with limit(seconds, "fetch of a reference", self.label(self.node_id)):
                 return await self.bridge.until_done(ref.state.outcome)
-        target = await self.asking.at(ref, "fetch")
-        return await self.asking.ask(ref.owner_id, target, (), {}, timeout)
+        target, left = await self.asking.at(ref, "fetch", seconds=seconds)
+        return await self.asking.ask(ref.owner_id, target, (), {}, left)
 
     def own(self, value: Any) -> RRef[Any]:
         """Return a reference to a value of this node's own. For threads too."""
@@ -432,8 +429,9 @@ class Agent:
 
     async def backward_at(self, ref: RRef[Any], context: int, retain_graph: bool) -> None:
         """Have the owner of a reference go backward from its value. Raises as `invoke`."""
-        target = await self.asking.at(ref, "backward")
-        await self.asking.ask(ref.owner_id, target, (context, retain_graph), {}, None)
+        seconds = self.asking.seconds(None)
+        target, left = await self.asking.at(ref, "backward", seconds=seconds)
+        await self.asking.ask(ref.owner_id, target, (context, retain_graph), {}, left)
 
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""

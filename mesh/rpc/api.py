@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +241,17 @@ def current_agent() -> Agent:
     return _worker.agent
 
 
+def wait_for(agent: Agent, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Return the result of a coroutine of an agent's; if that is the worker's, `shutdown` ends it.
+
+    For threads. Raises as `Bridge.block_on`.
+    """
+    worker = _worker
+    if worker is not None and worker.agent is agent:
+        return worker.wait_for(call)
+    return agent.bridge.block_on(call)
+
+
 def worker_of(node_id: NodeId) -> WorkerInfo:
     """Return the worker that is a node."""
     worker = _need()
@@ -256,7 +267,7 @@ def invoke_sync(ref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: floa
     """Call a method of a reference's value and return the result."""
     agent = current_agent()
     begin = agent.prepare_method(ref, name, args, kwargs, timeout=_seconds(timeout))
-    return agent.bridge.block_on(begin)
+    return wait_for(agent, begin)
 
 
 def invoke_async(
@@ -280,7 +291,7 @@ def invoke_remote(
     if ref.is_owner():
         worker.start(begin)
     else:
-        worker.agent.bridge.block_on(begin)
+        worker.wait_for(begin)
     return made
 
 
