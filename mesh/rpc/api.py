@@ -21,6 +21,7 @@ import _quicmesh_autoload
 from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
+from mesh.rpc.asking import positional
 from mesh.rpc.backends import BackendType, backend_for, register_backend
 from mesh.rpc.ending import end_together
 from mesh.rpc.errors import RpcError
@@ -159,11 +160,11 @@ def rpc_sync(
     agent, node_id = worker.agent, worker.find(to)
     seconds = agent.asking.seconds(_seconds(timeout))
     result = call_quickly(
-        agent, node_id, func, args or (), kwargs or {}, seconds, lambda: _worker is not worker
+        agent, node_id, func, positional(args), kwargs or {}, seconds, lambda: _worker is not worker
     )
     if not isinstance(result, NotNow):
         return result
-    return worker.wait_for(agent.prepare(node_id, func, args or (), kwargs, timeout=seconds))
+    return worker.wait_for(agent.prepare(node_id, func, positional(args), kwargs, timeout=seconds))
 
 
 def rpc_async(
@@ -182,7 +183,7 @@ def rpc_async(
     """
     worker = _need()
     begin = worker.agent.prepare(
-        worker.find(to), func, args or (), kwargs, timeout=_seconds(timeout)
+        worker.find(to), func, positional(args), kwargs, timeout=_seconds(timeout)
     )
     return worker.start(begin)
 
@@ -201,7 +202,9 @@ def remote(
     """
     worker = _need()
     node_id = worker.find(to)
-    ref, begin = worker.agent.order(node_id, func, args or (), kwargs, timeout=_seconds(timeout))
+    ref, begin = worker.agent.order(
+        node_id, func, positional(args), kwargs, timeout=_seconds(timeout)
+    )
     worker.start(begin)
     return ref
 

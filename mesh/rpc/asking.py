@@ -30,7 +30,7 @@ from transport import AppCode, CborValue, Connection, TransportError
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
 
-__all__ = ["Asking"]
+__all__ = ["Asking", "positional"]
 
 _Ready: TypeAlias = tuple[Outgoing, Packed]
 
@@ -150,7 +150,7 @@ class Asking:
         packer = Packer(self._agent.types, outgoing, pickles=self._agent.pickles)
         if target.kind == "pickled":
             packer.pack(function, "the function")
-        packer.pack(tuple(args), "args")
+        packer.pack(positional(args), "args")
         packer.pack(dict(kwargs), "kwargs")
         return packer.packed
 
@@ -335,6 +335,17 @@ class Asking:
         """Tell a callee that nobody comes for an answer's tensors."""
         with contextlib.suppress(MeshError):  # then it finds out by itself
             await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
+
+
+def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Return the positional arguments of a call.
+
+    Raises:
+        TypeError: they are one argument, whose parts would each be taken for one.
+    """
+    if isinstance(args, torch.Tensor | str | bytes):
+        raise TypeError(f"args must be a tuple of arguments, and is a {type(args).__name__}: (x,)")
+    return () if args is None else tuple(args)
 
 
 def _settle(future: Future[Any], error: Exception | None) -> None:

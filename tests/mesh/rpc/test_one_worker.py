@@ -98,3 +98,10 @@ def test_calls_without_gradients_are_not_recorded(peer: NodeId) -> None:
             assert not rpc.rpc_sync(peer, torch.mul, (x, 2)).requires_grad
             assert not rpc.rpc_async(peer, torch.mul, (x, 2)).wait().requires_grad
         assert rpc.rpc_sync(peer, torch.mul, (x, 2)).requires_grad
+
+
+@pytest.mark.parametrize("one", [torch.zeros(2, 2), torch.zeros(1), "ab", b"ab"])
+def test_one_argument_is_not_taken_for_several(peer: NodeId, one: Any) -> None:
+    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(TypeError, match="tuple of arguments"):
+            call(peer, exposures.echo, one)
