@@ -41,6 +41,7 @@ from mesh.rpc.workers import Workers
 from transport import (
     Connection,
     EndpointEvent,
+    LimitExceeded,
     PeerJoined,
     PeerLeft,
     PeerRevoked,
@@ -66,6 +67,10 @@ GRACE = 1.0
 
 MAX_HINTS = 1024
 """Owners of whom only another peer has said where they are."""
+
+MAX_STRANGERS = 256
+"""Owners that are not connected, and that one peer has given references of: for each of them a task
+tries for a minute to tell it."""
 
 
 class Agent:
@@ -122,6 +127,7 @@ class Agent:
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
+        self._strangers: dict[NodeId, set[NodeId]] = {}
         self.abandoned: deque[Stream] = deque()
         self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
@@ -399,7 +405,12 @@ class Agent:
 
         Where the owner is, `giver` says; it is dialled there only if this node's authorizer lets
         `giver` order that, as it would have to for a tensor.
+
+        Raises:
+            LimitExceeded: it has given too many of owners that are not heard of.
         """
+        if self._node.endpoint.connection(owner) is None:
+            self._note_stranger(owner, giver.node_id)
         state = held(owner, fork)
         ref: RRef[Any] = RRef._of(self, state)
         if not self._node.endpoint.known_addresses(owner) and len(self._hints) < MAX_HINTS:
@@ -488,6 +499,19 @@ class Agent:
         """Have the shared memory of a peer on this host be there before a large tensor needs it."""
         with contextlib.suppress(MeshError):  # then calls take streams, and tensors QUIC
             await self.lanes.meet(connection)
+
+    def _note_stranger(self, owner: NodeId, giver: NodeId) -> None:
+        """Bound the owners whom this node tries to reach at a peer's word."""
+        strangers = self._strangers.setdefault(giver, set())
+        if owner not in strangers and len(strangers) >= MAX_STRANGERS:
+            strangers &= {each for each in strangers if self.holdings.is_telling(each)}
+            if len(strangers) >= MAX_STRANGERS:
+                raise LimitExceeded(
+                    "a remote reference",
+                    why=f"{len(strangers)} owners of references that {giver.short} has given can't "
+                    "be reached",
+                )
+        strangers.add(owner)
 
     def _observe(self, event: EndpointEvent) -> None:
         match event:

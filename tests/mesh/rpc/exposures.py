@@ -174,6 +174,10 @@ def unsendable() -> Any:
     return [1, {"deep": Unregistered()}]
 
 
+def kinds(*args: Any) -> list[str]:
+    return [type(each).__name__ for each in args]
+
+
 def unwrap(ref: rpc.RRef[Any]) -> Any:
     return ref.local_value()
 

@@ -11,15 +11,18 @@ import anyio.to_thread
 import pytest
 import torch
 
-from auth import AccessDenied, Denial, FetchRequest, Grant, PeerIdentity, allow_any
+from auth import AccessDenied, Denial, FetchRequest, Grant, PeerIdentity, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import UnknownPeer
-from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout
+from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout, agent
+from mesh.rpc.owned import new_id
+from mesh.rpc.wire import CALL_SERVICE, Answer, Beside, Request, Target
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.exposures import Counter
 from tests.mesh.rpc.nodes import SHORT, agents, freed
+from transport import LimitExceeded
 
 pytestmark = pytest.mark.anyio
 
@@ -302,3 +305,26 @@ async def test_a_value_whose_size_can_not_be_told_fails_alone() -> None:
             await odd.fetch()
         assert len(b.references()) == 2
         assert await a.call(b.node_id, exposures.echo, (1,)) == 1
+
+
+async def test_a_peer_makes_a_node_look_for_so_many_strangers_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent, "MAX_STRANGERS", 8)
+    async with agents(2) as (a, b):
+        connection = await a.connected(b.node_id)
+
+        async def give(count: int) -> Any:
+            refs = [
+                ["R", "fork", SecretKey.generate().node_id.raw, new_id(), new_id(), []]
+                for _ in range(count)
+            ]
+            items: list[Any] = [["t", count], *refs, ["d", 0]]
+            target = Target("function", f"{exposures.__name__}.kinds")
+            request = Request(target, items, Beside(), 5.0)
+            return Answer.decode(await connection.call(CALL_SERVICE, request.encode()))
+
+        assert (await give(8)).items == [["l", 8], *["RRef"] * 8]
+        with pytest.raises(LimitExceeded, match="can't be reached"):
+            await give(1)
+        assert len(b.holdings._telling) <= 8
