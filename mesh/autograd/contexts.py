@@ -64,13 +64,15 @@ class Sent:
 
 
 class Context:
-    """What one node knows of one context. Safe for many threads, with its `lock`.
+    """What one node knows of one context. Safe for many threads, with its locks.
+
+    The event loop takes `lock`, so nobody computes under it.
 
     Attributes:
         id: which it is.
         sent: the messages that were sent from here, by their numbers.
         received: the nodes of those that have come here, by sender and number.
-        gradients: of the leaves here, by leaf.
+        gradients: of the leaves here, by leaf; under `gradients_lock`, which no loop takes.
         callers: who has called here in it; when all are gone, so is the context.
         parent: who has brought it here, or its owner once that has called here: they may end it.
         peers: everybody here who takes part.
@@ -83,6 +85,7 @@ class Context:
     def __init__(self, context_id: ContextId) -> None:
         self.id = context_id
         self.lock = threading.RLock()
+        self.gradients_lock = threading.RLock()
         self.sent: dict[int, Sent] = {}
         self.received: dict[tuple[NodeId, int], Any] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}

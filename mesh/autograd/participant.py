@@ -143,7 +143,7 @@ class Autograd:
     def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of the leaves here; see `mesh.autograd.get_gradients`."""
         context = self.contexts.find(context_id)
-        with context.lock:
+        with context.gradients_lock:
             return dict(context.gradients)
 
     # -- for calls

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-from mesh.autograd import BackwardError, ContextGone, passes
+from mesh.autograd import BackwardError, ContextGone, leaves, passes
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
 from tests.mesh.nodes import eventually
 
@@ -265,3 +265,33 @@ async def test_an_operator_is_recorded_amid_a_coroutine_that_has_switched_gradie
         await begun.wait()
         await in_thread(program, a, b)
         let_go.set()
+
+
+async def test_calls_in_a_context_wait_for_no_gradient_that_is_being_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adding, called = threading.Event(), threading.Event()
+    own = leaves._own
+
+    def slow(*args: Any, **options: Any) -> torch.Tensor:
+        adding.set()
+        assert called.wait(5)
+        return own(*args, **options)
+
+    monkeypatch.setattr(leaves, "_own", slow)
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            loss = a.call(b, scale, x).sum()
+            here = contextvars.copy_context()
+            thread = threading.Thread(target=a.backward, args=(context_id, loss))
+            thread.start()
+            assert adding.wait(5)
+            here.run(a.call, b, scale, x)
+            called.set()
+            thread.join(5)
+            assert torch.equal(a.gradients(context_id)[x], b.weight.detach())
+
+    async with workers(2, scale) as (a, b):
+        await in_thread(program, a, b)
