@@ -197,6 +197,8 @@ def remote(
 ) -> RRef[Any]:
     """Call a function on a worker, let the result stay there, and return a reference to it at once.
 
+    Tensors among the arguments must not be written to until it is `RRef.confirmed_by_owner`.
+
     Args:
         to, func, args, kwargs, timeout: as `rpc_sync`.
     """

@@ -194,7 +194,7 @@ def is_prompt(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 return False
-            elements *= max(1, value.numel())
+            elements *= _count(value.shape)  # which of a reduction may be the result's
         elif value is not None and not isinstance(value, bool | int | float):
             return False
     return elements <= _PROMPT_ELEMENTS

@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 
 import anyio
 import anyio.to_thread
+import torch
 
 from auth import NodeId
 from transport import LimitExceeded
@@ -72,7 +73,9 @@ class Workers:
                 return None
             _here.workers = self
             try:
-                return contained(function)
+                # Whatever else has run in this thread, and whatever this leaves switched off.
+                with torch.enable_grad():
+                    return contained(function)
             finally:
                 _here.workers = None
                 if turn.ended():

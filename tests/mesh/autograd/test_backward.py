@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -294,4 +295,28 @@ async def test_calls_in_a_context_wait_for_no_gradient_that_is_being_added(
             assert torch.equal(a.gradients(context_id)[x], b.weight.detach())
 
     async with workers(2, scale) as (a, b):
+        await in_thread(program, a, b)
+
+
+def switch_off(worker: Worker) -> None:
+    torch.set_grad_enabled(False)
+
+
+def without_gradients(worker: Worker) -> Iterator[int]:
+    with torch.no_grad():
+        yield 1
+        yield 2
+
+
+async def test_functions_leave_gradients_switched_on_for_others_in_their_thread() -> None:
+    def program(a: Worker, b: Worker) -> None:
+        items = a.agent.stream(b.node_id, "without_gradients")
+        assert a.agent.bridge.block_on(items.__anext__) == 1
+        a.call(b, switch_off)
+        x = torch.ones(3, requires_grad=True)
+        with a.context():
+            assert all(a.call(b, scale, x).requires_grad for _ in range(8))
+        a.agent.bridge.block_on(items.aclose)
+
+    async with workers(2, scale, switch_off, without_gradients) as (a, b):
         await in_thread(program, a, b)

@@ -99,6 +99,12 @@ def test_what_is_too_large_is_not_computed() -> None:
         )
 
 
+def test_what_takes_a_moment_is_little_in_and_little_out() -> None:
+    assert operators.is_prompt("torch.sum", (torch.ones(8, 0), 1), {})
+    assert not operators.is_prompt("torch.sum", (torch.ones(1 << 40, 0), 1), {})
+    assert not operators.is_prompt("torch.add", (torch.ones(1 << 8), torch.ones(1 << 8, 1)), {})
+
+
 def test_memory_that_was_not_written_to_is_nobodys() -> None:
     for name in ("empty", "empty_like", "empty_strided", "new_empty"):
         with pytest.raises(NotExposed):
