@@ -96,10 +96,12 @@ def get_gradients(
 
 def backward_from(agent: Agent, ref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """Go backward from a reference's value, at its owner; see `RRef.backward`."""
+    from mesh.rpc import api
+
     if ref.is_owner():
         backward_of(agent.autograd, ref.local_value(), context_id, retain_graph)
     else:
-        agent.bridge.block_on(lambda: agent.backward_at(ref, context_id, retain_graph))
+        api.wait_for(agent, lambda: agent.backward_at(ref, context_id, retain_graph))
 
 
 def _agent(agent: Agent | None) -> Agent:

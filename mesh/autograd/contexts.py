@@ -36,14 +36,14 @@ MAX_MESSAGES = 1 << 18
 """Most recorded messages of a context, each way."""
 
 MAX_MARKINGS = 256
-"""Most markings of a context that wait for a backward, or for another one."""
+"""Most markings of a context by one node that wait for a backward, or for another one."""
 
 MAX_ENDED = 8192
 """Contexts that have ended and are remembered, so that what comes late begins none anew."""
 
 MAX_WORKERS = 1 << 15
-COUNTER_BITS = 48
-"""An id's lower bits, as upstream's: above them is the worker that began the context."""
+RANDOM_BITS = 48
+"""An id's lower bits, where upstream counts: above them is the worker that began the context."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,14 +64,17 @@ class Sent:
 
 
 class Context:
-    """What one node knows of one context. Safe for many threads, with its `lock`.
+    """What one node knows of one context. Safe for many threads, with its locks.
+
+    The event loop takes `lock`, so nobody computes under it.
 
     Attributes:
         id: which it is.
         sent: the messages that were sent from here, by their numbers.
         received: the nodes of those that have come here, by sender and number.
-        gradients: of the leaves here, by leaf.
+        gradients: of the leaves here, by leaf; under `gradients_lock`, which no loop takes.
         callers: who has called here in it; when all are gone, so is the context.
+        parent: who has brought it here, or its owner once that has called here: they may end it.
         peers: everybody here who takes part.
         markings: what is marked here for backwards.
         spare: the marking of the latest backward that kept its graph, for another one.
@@ -82,10 +85,12 @@ class Context:
     def __init__(self, context_id: ContextId) -> None:
         self.id = context_id
         self.lock = threading.RLock()
+        self.gradients_lock = threading.RLock()
         self.sent: dict[int, Sent] = {}
         self.received: dict[tuple[NodeId, int], Any] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.callers: set[NodeId] = set()
+        self.parent: NodeId | None = None
         self.peers: set[NodeId] = set()
         self.markings: dict[MarkingId, Marking] = {}
         self.spare: tuple[Sequence[Any], Marking] | None = None
@@ -169,7 +174,6 @@ class Contexts:
         self._contexts: dict[ContextId, Context] = {}
         self._ended: OrderedDict[ContextId, None] = OrderedDict()
         self._absent: dict[NodeId, float] = {}
-        self._count = 0
         self.worker_id: int | None = None
         self.late = 0
         self.begun = 0
@@ -185,15 +189,20 @@ class Contexts:
     def begin(self) -> Context:
         """Begin a context of this node's own."""
         with self._lock:
-            if self.worker_id is None:
-                number = 1 << 62 | secrets.randbits(62)
-            else:
-                number = self.worker_id << COUNTER_BITS | self._count
-                self._count += 1
-            context = Context(ContextId(self._me, number))
+            context_id = self._new_id()
+            while context_id in self._contexts:
+                context_id = self._new_id()
+            context = Context(context_id)
             self._contexts[context.id] = context
             self.begun += 1
             return context
+
+    def _new_id(self) -> ContextId:
+        # At random: who can guess an id, can end what he takes no part in.
+        if self.worker_id is None:
+            return ContextId(self._me, 1 << 62 | secrets.randbits(62))
+        number = self.worker_id << RANDOM_BITS | secrets.randbits(RANDOM_BITS)
+        return ContextId(self._me, number)
 
     def find(self, number: int) -> Context:
         """Return the context that a program calls `number`: its own, or else that of a caller.
@@ -245,7 +254,16 @@ class Contexts:
                 self.begun += 1
             context.callers.add(caller)
             context.peers.add(caller)
+            if context.parent is None or caller == context_id.owner:
+                context.parent = caller
             return context
+
+    def leave(self, context: Context, caller: NodeId) -> bool:
+        """Count a caller as gone; return whether that ends the context here."""
+        with self._lock:
+            is_caller = caller in context.callers
+            context.callers.discard(caller)
+            return is_caller and (caller == context.parent or not context.callers)
 
     def end(self, context_id: ContextId) -> Context | None:
         """Take a context out, for its end; None if it is not there. None will be made anew."""

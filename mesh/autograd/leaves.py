@@ -70,7 +70,7 @@ class Leaves:
             if gradient is not None:
                 # What the reducer has made a part of its own memory, it writes to again.
                 is_own = gradient._base is None
-                with self._context.lock:
+                with self._context.gradients_lock:
                     self._context.gradients[leaf] = gradient if is_own else gradient.clone()
             lock.release()
         self._handles, self._open, self._lent, self._shared = [], {}, [], {}
@@ -89,7 +89,7 @@ class Leaves:
     def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
         """Do what the leaf's node would, with the context's gradient."""
         gradients = self._context.gradients
-        with self._context.lock, torch.no_grad():
+        with self._context.gradients_lock, torch.no_grad():
             known = gradients.get(leaf)
             if known is None:
                 is_shared = is_shared or id(gradient) in self._shared
@@ -110,7 +110,7 @@ class Leaves:
                 why="another backward has the parameters of a DistributedDataParallel module",
             )
         self._lent.append((leaf, lock, leaf.grad))
-        with self._context.lock:
+        with self._context.gradients_lock:
             leaf.grad = self._context.gradients.get(leaf)
 
     def _lend(self, node: Any, is_mine: Callable[[], bool]) -> list[Any]:
@@ -122,7 +122,7 @@ class Leaves:
             lock = _lock_of(leaf)
             lock.acquire()
             self._open[leaf] = (lock, leaf.grad)
-            with self._context.lock:
+            with self._context.gradients_lock:
                 leaf.grad = gradients.get(leaf)
 
         def after(*_: Any) -> None:
@@ -131,7 +131,7 @@ class Leaves:
             lock, previous = self._open.pop(leaf)
             gradient, leaf.grad = leaf.grad, previous
             if gradient is not None:
-                with self._context.lock:
+                with self._context.gradients_lock:
                     gradients[leaf] = gradient
             lock.release()
 

@@ -143,7 +143,7 @@ class Autograd:
     def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of the leaves here; see `mesh.autograd.get_gradients`."""
         context = self.contexts.find(context_id)
-        with context.lock:
+        with context.gradients_lock:
             return dict(context.gradients)
 
     # -- for calls
@@ -233,6 +233,8 @@ class Autograd:
             return None
         if by not in context.peers or context_id.owner == self._agent.node_id:
             raise ProtocolError("release of a context", why="who asks may not end it")
+        if not self.contexts.leave(context, by):
+            return None  # others have called in it, too, and will end it
         peers = self._free(context) - {by}
         if peers:
             await self._tell_all(context_id, peers)

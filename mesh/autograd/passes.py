@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,6 +44,7 @@ from mesh.rpc.exceptions import decode_exception, encode_exception
 from mesh.rpc.limits import limit
 from mesh.rpc.links import current_context
 from mesh.rpc.wire import SCOPE
+from mesh.rpc.workers import contained
 from transport import CborValue, Endpoint, Incoming, LimitExceeded, ProtocolError
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ __all__ = ["Passes"]
 
 MAX_RUNS = 512
 """Most runs here that others have started. Each takes a thread, which mostly waits."""
+
+MAX_RUNS_OF_ONE = 128
+"""The same of one of them."""
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -70,7 +75,7 @@ class Passes:
         self._contexts = contexts
         self._numbers = itertools.count(1)
         self._threads = anyio.CapacityLimiter(math.inf)
-        self._running = 0
+        self._running: Counter[NodeId] = Counter()
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers that may call this node."""
@@ -80,7 +85,7 @@ class Passes:
     @property
     def running(self) -> int:
         """How many runs others have started here that are not over."""
-        return self._running
+        return self._running.total()
 
     def backward(
         self,
@@ -304,15 +309,19 @@ class Passes:
             marking = context.markings.get(order.marking)
             if marking is None or marking.parent != by:
                 raise BackwardError("backward", why="nothing is marked for it")
-            if self._running >= MAX_RUNS:
-                raise LimitExceeded("backward", why=f"{MAX_RUNS} are under way here already")
+            if self.running >= MAX_RUNS or self._running[by] >= MAX_RUNS_OF_ONE:
+                raise LimitExceeded(
+                    "backward",
+                    why=f"{self.running} are under way here already, {self._running[by]} of them "
+                    "of this caller's",
+                )
             run = marking.run(order.run)
             if run is None or not run.claim():
                 raise BackwardError("backward", why="it has been started already")
         except MeshError as error:
             return self.failure(error).encode()
         marking.settle()
-        self._running += 1
+        self._running[by] += 1
         token = current_context.set(context.id)
         try:
             async with anyio.create_task_group() as tasks:
@@ -324,7 +333,9 @@ class Passes:
         finally:
             run.fail(self.failure(BackwardError("backward", why="it was cancelled")))
             current_context.reset(token)
-            self._running -= 1
+            self._running[by] -= 1
+            if not self._running[by]:
+                del self._running[by]
             marking.end(run)
             if not order.retain_graph:
                 context.markings.pop(marking.id, None)
@@ -388,7 +399,7 @@ class Passes:
 
     async def _in_thread(self, function: Callable[[], _Result]) -> _Result:
         return await anyio.to_thread.run_sync(
-            function, limiter=self._threads, abandon_on_cancel=True
+            lambda: contained(function), limiter=self._threads, abandon_on_cancel=True
         )
 
     def _error(self, failure: Failure) -> BackwardError:
@@ -418,7 +429,7 @@ def _edges(losses: Sequence[torch.Tensor]) -> list[Edge]:
 
 def _keep(context: Context, marking: Marking) -> None:
     """Add a marking to its context, whose lock is held."""
-    if len(context.markings) >= MAX_MARKINGS:
+    if sum(each.parent == marking.parent for each in context.markings.values()) >= MAX_MARKINGS:
         raise LimitExceeded("marking", why=f"{MAX_MARKINGS} of the context are kept already")
     context.markings[marking.id] = marking
 

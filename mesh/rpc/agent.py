@@ -41,6 +41,7 @@ from mesh.rpc.workers import Workers
 from transport import (
     Connection,
     EndpointEvent,
+    LimitExceeded,
     PeerJoined,
     PeerLeft,
     PeerRevoked,
@@ -66,6 +67,10 @@ GRACE = 1.0
 
 MAX_HINTS = 1024
 """Owners of whom only another peer has said where they are."""
+
+MAX_STRANGERS = 256
+"""Owners that are not connected, and that one peer has given references of: for each of them a task
+tries for a minute to tell it."""
 
 
 class Agent:
@@ -122,6 +127,7 @@ class Agent:
         self.lost: dict[NodeId, MeshError] = {}
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
+        self._strangers: dict[NodeId, set[NodeId]] = {}
         self.abandoned: deque[Stream] = deque()
         self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
@@ -232,9 +238,8 @@ class Agent:
         ready = self.asking.pack(ref.owner_id, target, args, kwargs or {}, None)
 
         async def ask() -> Any:
-            if ref.created is not None:
-                await self.bridge.until_done(ref.created)
-            return await self.asking.ask(ref.owner_id, target, (), {}, seconds, ready=ready)
+            left = await self.asking.created(ref, str(target), seconds)
+            return await self.asking.ask(ref.owner_id, target, (), {}, left, ready=ready)
 
         return ask
 
@@ -311,8 +316,9 @@ class Agent:
             NotExposed: the owner does not expose the value's class.
             MeshError, Exception: as `call`.
         """
-        target = await self.asking.at(ref, "method", method)
-        return await self.asking.ask(ref.owner_id, target, args, kwargs or {}, timeout)
+        seconds = self.asking.seconds(timeout)
+        target, left = await self.asking.at(ref, "method", method, seconds=seconds)
+        return await self.asking.ask(ref.owner_id, target, args, kwargs or {}, left)
 
     def stream(
         self,
@@ -348,24 +354,21 @@ class Agent:
         timeout: float | None = None,
     ) -> RemoteIterator:
         """Return the same as `stream`, of a method of a reference's value, at its owner."""
-        return RemoteIterator(
-            self,
-            ref.owner_id,
-            lambda: self.asking.at(ref, "method", method),
-            args,
-            kwargs or {},
-            self.asking.seconds(timeout),
-        )
+        seconds = self.asking.seconds(timeout)
+
+        async def found() -> Target:
+            return (await self.asking.at(ref, "method", method, seconds=seconds))[0]
+
+        return RemoteIterator(self, ref.owner_id, found, args, kwargs or {}, seconds)
 
     async def fetch(self, ref: RRef[Any], timeout: float | None = None) -> Any:
         """Return a copy of a reference's value; what `RRef.fetch` is."""
+        seconds = self.asking.seconds(timeout)
         if isinstance(ref.state, Owned):
-            with limit(
-                self.asking.seconds(timeout), "fetch of a reference", self.label(self.node_id)
-            ):
+            with limit(seconds, "fetch of a reference", self.label(self.node_id)):
                 return await self.bridge.until_done(ref.state.outcome)
-        target = await self.asking.at(ref, "fetch")
-        return await self.asking.ask(ref.owner_id, target, (), {}, timeout)
+        target, left = await self.asking.at(ref, "fetch", seconds=seconds)
+        return await self.asking.ask(ref.owner_id, target, (), {}, left)
 
     def own(self, value: Any) -> RRef[Any]:
         """Return a reference to a value of this node's own. For threads too."""
@@ -402,7 +405,12 @@ class Agent:
 
         Where the owner is, `giver` says; it is dialled there only if this node's authorizer lets
         `giver` order that, as it would have to for a tensor.
+
+        Raises:
+            LimitExceeded: it has given too many of owners that are not heard of.
         """
+        if self._node.endpoint.connection(owner) is None:
+            self._note_stranger(owner, giver.node_id)
         state = held(owner, fork)
         ref: RRef[Any] = RRef._of(self, state)
         if not self._node.endpoint.known_addresses(owner) and len(self._hints) < MAX_HINTS:
@@ -432,8 +440,9 @@ class Agent:
 
     async def backward_at(self, ref: RRef[Any], context: int, retain_graph: bool) -> None:
         """Have the owner of a reference go backward from its value. Raises as `invoke`."""
-        target = await self.asking.at(ref, "backward")
-        await self.asking.ask(ref.owner_id, target, (context, retain_graph), {}, None)
+        seconds = self.asking.seconds(None)
+        target, left = await self.asking.at(ref, "backward", seconds=seconds)
+        await self.asking.ask(ref.owner_id, target, (context, retain_graph), {}, left)
 
     def addresses_of(self, node_id: NodeId) -> tuple[SocketAddress, ...]:
         """Return where a node may be reached, as far as this one knows."""
@@ -490,6 +499,19 @@ class Agent:
         """Have the shared memory of a peer on this host be there before a large tensor needs it."""
         with contextlib.suppress(MeshError):  # then calls take streams, and tensors QUIC
             await self.lanes.meet(connection)
+
+    def _note_stranger(self, owner: NodeId, giver: NodeId) -> None:
+        """Bound the owners whom this node tries to reach at a peer's word."""
+        strangers = self._strangers.setdefault(giver, set())
+        if owner not in strangers and len(strangers) >= MAX_STRANGERS:
+            strangers &= {each for each in strangers if self.holdings.is_telling(each)}
+            if len(strangers) >= MAX_STRANGERS:
+                raise LimitExceeded(
+                    "a remote reference",
+                    why=f"{len(strangers)} owners of references that {giver.short} has given can't "
+                    "be reached",
+                )
+        strangers.add(owner)
 
     def _observe(self, event: EndpointEvent) -> None:
         match event:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import _quicmesh_autoload
 from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
+from mesh.rpc.asking import positional
 from mesh.rpc.backends import BackendType, backend_for, register_backend
 from mesh.rpc.ending import end_together
 from mesh.rpc.errors import RpcError
@@ -159,11 +160,11 @@ def rpc_sync(
     agent, node_id = worker.agent, worker.find(to)
     seconds = agent.asking.seconds(_seconds(timeout))
     result = call_quickly(
-        agent, node_id, func, args or (), kwargs or {}, seconds, lambda: _worker is not worker
+        agent, node_id, func, positional(args), kwargs or {}, seconds, lambda: _worker is not worker
     )
     if not isinstance(result, NotNow):
         return result
-    return worker.wait_for(agent.prepare(node_id, func, args or (), kwargs, timeout=seconds))
+    return worker.wait_for(agent.prepare(node_id, func, positional(args), kwargs, timeout=seconds))
 
 
 def rpc_async(
@@ -182,7 +183,7 @@ def rpc_async(
     """
     worker = _need()
     begin = worker.agent.prepare(
-        worker.find(to), func, args or (), kwargs, timeout=_seconds(timeout)
+        worker.find(to), func, positional(args), kwargs, timeout=_seconds(timeout)
     )
     return worker.start(begin)
 
@@ -196,12 +197,16 @@ def remote(
 ) -> RRef[Any]:
     """Call a function on a worker, let the result stay there, and return a reference to it at once.
 
+    Tensors among the arguments must not be written to until it is `RRef.confirmed_by_owner`.
+
     Args:
         to, func, args, kwargs, timeout: as `rpc_sync`.
     """
     worker = _need()
     node_id = worker.find(to)
-    ref, begin = worker.agent.order(node_id, func, args or (), kwargs, timeout=_seconds(timeout))
+    ref, begin = worker.agent.order(
+        node_id, func, positional(args), kwargs, timeout=_seconds(timeout)
+    )
     worker.start(begin)
     return ref
 
@@ -241,6 +246,17 @@ def current_agent() -> Agent:
     return _worker.agent
 
 
+def wait_for(agent: Agent, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Return the result of a coroutine of an agent's; if that is the worker's, `shutdown` ends it.
+
+    For threads. Raises as `Bridge.block_on`.
+    """
+    worker = _worker
+    if worker is not None and worker.agent is agent:
+        return worker.wait_for(call)
+    return agent.bridge.block_on(call)
+
+
 def worker_of(node_id: NodeId) -> WorkerInfo:
     """Return the worker that is a node."""
     worker = _need()
@@ -256,7 +272,7 @@ def invoke_sync(ref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: floa
     """Call a method of a reference's value and return the result."""
     agent = current_agent()
     begin = agent.prepare_method(ref, name, args, kwargs, timeout=_seconds(timeout))
-    return agent.bridge.block_on(begin)
+    return wait_for(agent, begin)
 
 
 def invoke_async(
@@ -280,7 +296,7 @@ def invoke_remote(
     if ref.is_owner():
         worker.start(begin)
     else:
-        worker.agent.bridge.block_on(begin)
+        worker.wait_for(begin)
     return made
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import anyio
 import torch
 
 from auth import MeshError, NodeId
@@ -29,9 +30,12 @@ from transport import AppCode, CborValue, Connection, TransportError
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
 
-__all__ = ["Asking"]
+__all__ = ["Asking", "positional"]
 
 _Ready: TypeAlias = tuple[Outgoing, Packed]
+
+_LEAST = 0.001
+"""Seconds that are left at least of a limit that has not passed: 0 would be none."""
 
 GRACE = 1.0
 """Seconds that a callee has beyond a call's limit to say itself that the time was up."""
@@ -79,11 +83,38 @@ class Asking:
             )
         return Target("function", name)
 
-    async def at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
-        """Return the target that is a reference's value, once that is known to come to be."""
+    async def at(
+        self, ref: RRef[Any], kind: str, name: str = "", *, seconds: float
+    ) -> tuple[Target, float]:
+        """Return the target that is a reference's value, once that is known to come to be.
+
+        Args:
+            ref, kind, name: as `target_at`.
+            seconds: how long that may take, 0 for no limit.
+
+        Returns:
+            The target, and the seconds that are left.
+
+        Raises:
+            RpcTimeout: it took longer.
+            Exception: why the value never came to be.
+        """
+        target = self.target_at(ref, kind, name)
+        return target, await self.created(ref, str(target), seconds)
+
+    async def created(self, ref: RRef[Any], what: str, seconds: float) -> float:
+        """Wait until a reference's owner is known to have it. As `at`; `what` waits for it."""
+        if ref.created is None or ref.created.done():
+            await self._done(ref)
+            return seconds
+        began = anyio.current_time()
+        with limit(seconds, what, self._agent.label(ref.owner_id)):
+            await self._done(ref)
+        return max(seconds - (anyio.current_time() - began), _LEAST) if seconds else 0.0
+
+    async def _done(self, ref: RRef[Any]) -> None:
         if ref.created is not None:
             await self._agent.bridge.until_done(ref.created)
-        return self.target_at(ref, kind, name)
 
     def target_at(self, ref: RRef[Any], kind: str, name: str = "") -> Target:
         """Return the target that is a reference's value, or a method of it."""
@@ -119,7 +150,7 @@ class Asking:
         packer = Packer(self._agent.types, outgoing, pickles=self._agent.pickles)
         if target.kind == "pickled":
             packer.pack(function, "the function")
-        packer.pack(tuple(args), "args")
+        packer.pack(positional(args), "args")
         packer.pack(dict(kwargs), "kwargs")
         return packer.packed
 
@@ -231,11 +262,8 @@ class Asking:
         ready = self.pack(to, target, args, kwargs, function)
 
         async def ask(create: Fork | None) -> Any:
-            if after is not None and after.created is not None:
-                await self._agent.bridge.until_done(after.created)
-            return await self.ask(
-                to, target, (), {}, seconds, create=create, ready=ready, stays=True
-            )
+            left = seconds if after is None else await self.created(after, str(target), seconds)
+            return await self.ask(to, target, (), {}, left, create=create, ready=ready, stays=True)
 
         if to == self._agent.node_id:
             owned = Owned(new_id(), self._agent.now())
@@ -307,6 +335,17 @@ class Asking:
         """Tell a callee that nobody comes for an answer's tensors."""
         with contextlib.suppress(MeshError):  # then it finds out by itself
             await connection.call(REFS_SERVICE, RefNotes(left=(key,)).encode())
+
+
+def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Return the positional arguments of a call.
+
+    Raises:
+        TypeError: they are one argument, whose parts would each be taken for one.
+    """
+    if isinstance(args, torch.Tensor | str | bytes):
+        raise TypeError(f"args must be a tuple of arguments, and is a {type(args).__name__}: (x,)")
+    return () if args is None else tuple(args)
 
 
 def _settle(future: Future[Any], error: Exception | None) -> None:

@@ -83,6 +83,15 @@ class Holdings:
         """Have its owner told that it has come; may be called in any thread."""
         self._arrived.append((held.owner, held.fork))
 
+    def is_telling(self, owner: NodeId) -> bool:
+        """Return whether an owner is still to be told something; may be called in any thread."""
+        return (
+            owner in self._telling
+            or owner in self._confirmed
+            or owner in self._dropped
+            or any(owner == each for each, _ in (*self._arrived, *self._released))
+        )
+
     async def run(self) -> None:
         """Tell owners what there is to tell, until cancelled."""
         async with anyio.create_task_group() as tasks:

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from auth import IdentityError, NodeId
+from mesh.rpc.asking import positional
 from mesh.rpc.errors import NotExposed, RpcError
 from mesh.rpc.exposed import library
 from mesh.rpc.futures import CallFuture
@@ -73,7 +74,7 @@ class RemoteModule(torch.nn.Module):
 
         super().__init__()
         where, device = remote_place(remote_device)
-        given = (module_cls, tuple(args or ()), dict(kwargs or {}), str(device))
+        given = (module_cls, positional(args), dict(kwargs or {}), str(device))
         to = api.get_worker_info() if where is None else where
         self._become(where, str(device), api.remote(to, create_module, given))
 

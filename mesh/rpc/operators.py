@@ -147,14 +147,20 @@ def operator_name(function: Callable[..., Any]) -> str | None:
 
 
 def call_operator(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, max_bytes: int
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    max_bytes: int,
+    place: Callable[[str], torch.device],
 ) -> Any:
     """Return what an operator makes of its arguments.
 
     Args:
         name: as `operator_name` returns it.
-        args, kwargs: what the caller gave; ``out`` is refused.
+        args, kwargs: what the caller gave; ``out`` and ``pin_memory`` are refused.
         max_bytes: largest result, all its tensors together.
+        place: returns the device of a name, if callers may have tensors there; raises if not.
 
     Raises:
         NotExposed: there is no such operator.
@@ -164,6 +170,10 @@ def call_operator(
     check_operator(name)
     if "out" in kwargs:
         raise NotExposed(f"call of {name!r}", why="an operator writes to nothing that is given")
+    if kwargs.get("pin_memory"):
+        raise NotExposed(f"call of {name!r}", why="peers pin no memory")
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": place(str(kwargs["device"]))}
     function = _OPERATORS[name]
     if name in _SIZED or _bound(name, args, kwargs) > max_bytes:
         _check_size(name, function, args, kwargs, max_bytes)
@@ -184,7 +194,7 @@ def is_prompt(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 return False
-            elements *= max(1, value.numel())
+            elements *= _count(value.shape)  # which of a reduction may be the result's
         elif value is not None and not isinstance(value, bool | int | float):
             return False
     return elements <= _PROMPT_ELEMENTS

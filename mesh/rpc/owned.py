@@ -101,7 +101,7 @@ class OwnerTable:
         self._owned: dict[bytes, Owned] = {}
         self._counts: dict[NodeId, int] = {}
         self._absent: dict[NodeId, float] = {}
-        self._unconfirmed: dict[bytes, tuple[bytes, float]] = {}
+        self._unconfirmed: dict[bytes, tuple[bytes, float, NodeId]] = {}
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class OwnerTable:
             if fork.fork in self._forgotten or fork.ref in self._owned:
                 raise _lost("its holder has let go of it already")
             owned = Owned(fork.ref, now)
-            self._add(owned, fork.fork, holder)
+            self._add(owned, fork.fork, holder, holder)
             return owned
 
     def adopt(self, owned: Owned, holder: NodeId, now: float) -> Fork:
@@ -130,12 +130,14 @@ class OwnerTable:
         """
         fork = Fork(owned.ref, new_id())
         with self._lock:
-            self._add(owned, fork.fork, holder)
-            self._unconfirmed[fork.fork] = (fork.ref, now)
+            self._add(owned, fork.fork, holder, holder)
+            self._unconfirmed[fork.fork] = (fork.ref, now, holder)
         return fork
 
     def share(self, fork: Fork, holder: NodeId, by: NodeId, now: float) -> bool:
         """Record a fork that `by`, a holder, gives to `holder`; return whether it could.
+
+        Until `holder` confirms it, who may not even know of it, it counts among those of `by`.
 
         Raises:
             LimitExceeded: as `create`.
@@ -145,16 +147,17 @@ class OwnerTable:
             if owned is None:
                 return False
             if fork.fork not in owned.forks and fork.fork not in self._forgotten:
-                self._add(owned, fork.fork, holder)
-                self._unconfirmed[fork.fork] = (fork.ref, now)
+                self._add(owned, fork.fork, holder, by)
+                self._unconfirmed[fork.fork] = (fork.ref, now, by)
             return True
 
     def confirm(self, fork: Fork, by: NodeId) -> bool:
         """Record that a fork has come to its holder; return whether it is there."""
         with self._lock:
             has = self._has(fork, by)
-            if has:
-                self._unconfirmed.pop(fork.fork, None)
+            if has and fork.fork in self._unconfirmed:
+                self._uncount(self._unconfirmed.pop(fork.fork)[2])
+                self._counts[by] = self._counts.get(by, 0) + 1
             return has
 
     def drop(self, fork: Fork, by: NodeId) -> None:
@@ -203,7 +206,7 @@ class OwnerTable:
                 self._forget(node)
             confirm = self._limits.confirm
             while self._unconfirmed:  # the oldest is the first
-                fork, (ref, since) = next(iter(self._unconfirmed.items()))
+                fork, (ref, since, _) = next(iter(self._unconfirmed.items()))
                 if since + confirm > now:
                     return min([since + confirm, *self._absent.values()])
                 self._remove(ref, fork)
@@ -238,15 +241,15 @@ class OwnerTable:
 
     # -- with the lock held
 
-    def _add(self, owned: Owned, fork: bytes, holder: NodeId) -> None:
-        count = self._counts.get(holder, 0)
+    def _add(self, owned: Owned, fork: bytes, holder: NodeId, payer: NodeId) -> None:
+        count = self._counts.get(payer, 0)
         if owned.ref not in self._owned and len(self._owned) >= self._limits.max_refs:
             raise _full(f"{self._limits.max_refs} values are held for others already")
         if count >= self._limits.max_forks_per_peer:
-            raise _full(f"the holder has {count} references here already")
+            raise _full(f"{payer.short} has {count} references here already")
         self._owned[owned.ref] = owned
         owned.forks[fork] = holder
-        self._counts[holder] = count + 1
+        self._counts[payer] = count + 1
 
     def _held(self, ref: bytes, by: NodeId) -> Owned | None:
         owned = self._owned.get(ref)
@@ -261,12 +264,15 @@ class OwnerTable:
     def _remove(self, ref: bytes, fork: bytes) -> None:
         owned = self._owned[ref]
         holder = owned.forks.pop(fork)
-        self._unconfirmed.pop(fork, None)
+        _, _, payer = self._unconfirmed.pop(fork, (ref, 0.0, holder))
         if not owned.forks:
             del self._owned[ref]
-        self._counts[holder] -= 1
-        if not self._counts[holder]:
-            del self._counts[holder]
+        self._uncount(payer)
+
+    def _uncount(self, payer: NodeId) -> None:
+        self._counts[payer] -= 1
+        if not self._counts[payer]:
+            del self._counts[payer]
 
     def _forget(self, node: NodeId) -> None:
         self._absent.pop(node, None)

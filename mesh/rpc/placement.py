@@ -49,7 +49,7 @@ class Placement:
         """
         if not any(names):
             return tensors
-        places = [CPU if name is None else self._device(name) for name in names]
+        places = [CPU if name is None else self.device(name) for name in names]
         return await aside(lambda: _put_all(tensors, places))
 
     async def answered(
@@ -73,7 +73,12 @@ class Placement:
             return tensors
         return _put_all(tensors, [back.get(_parsed(name), CPU) for name in names])
 
-    def _device(self, name: str) -> torch.device:
+    def device(self, name: str) -> torch.device:
+        """Return the device of that name.
+
+        Raises:
+            RpcError: there is none, or none that peers may have tensors put on.
+        """
         device = _parsed(name)
         allowed = self.devices or tuple(
             torch.device("cuda", number) for number in range(torch.cuda.device_count())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from auth import MeshError, NodeId
+from mesh.rpc.asking import positional
 from mesh.rpc.bridge import ended
 from mesh.rpc.carriage import beside, together
 from mesh.rpc.errors import RpcError, as_runtime_error
@@ -78,7 +79,7 @@ def call_quickly(
     target = agent.asking.target(function)
     packer = Packer(agent.types, _NoRefs())
     try:
-        packer.pack(tuple(args), "args")
+        packer.pack(positional(args), "args")
         packer.pack(dict(kwargs), "kwargs")
     except _NeedsLoop:
         return NOT_NOW

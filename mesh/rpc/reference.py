@@ -122,7 +122,9 @@ class RRef(Generic[_Value]):
             RefLost: it is gone, as when its owner has left.
             Exception: what the function raised that should have made it.
         """
-        value: _Value = self._agent.bridge.block_on(lambda: self.fetch(timeout))
+        from mesh.rpc import api
+
+        value: _Value = api.wait_for(self._agent, lambda: self.fetch(timeout))
         return value
 
     def owner(self) -> WorkerInfo:

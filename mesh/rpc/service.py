@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import weakref
@@ -132,15 +133,24 @@ class RpcService:
             _log.warning("%s sent a pickle: %s", peer, refused)
             incoming.connection.abort(AppCode.PROTOCOL, str(refused))
             raise refused
-        with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
+        nbytes = request.beside.nbytes
+        self._room.take(peer.node_id, incoming.grant, nbytes)
+        with contextlib.ExitStack() as kept:
+            kept.callback(self._room.give, peer.node_id, nbytes)
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
             parts = await self._parts.receive(peer.node_id, request)
             tensors = await self._agent.placement.ordered(
                 together(request.beside, parts), request.beside.devices
             )
+            is_recorded = request.link is not None and request.link.message > 0
+            if is_recorded or request.target.kind == "gradients":
+                # A graph may need them for as long as its context lasts; they may wait for a run.
+                kept.pop_all()
+                for meta, tensor in zip(request.beside.metas, tensors, strict=True):
+                    self._give_after(tensor, peer.node_id, meta.nbytes)
             with self._agent.autograd.joined(request.link, peer.node_id):
-                ended, link = await self._ended(request, tensors, incoming)
+                ended, link = await self._ended(request, tensors, incoming, kept)
             del tensors
             del parts
         if isinstance(ended, Answer):
@@ -172,7 +182,8 @@ class RpcService:
         if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
             return NOT_NOW
         try:
-            value = call_operator(name, args, kwargs, max_bytes=_bound(grant))
+            place = agent.placement.device
+            value = call_operator(name, args, kwargs, max_bytes=_bound(grant), place=place)
         except Exception as error:
             return Answer(error=encode_exception(error)).encode()
         packer = Packer(agent.types, Outgoing(agent, peer.node_id))
@@ -202,13 +213,17 @@ class RpcService:
     # -- a call
 
     async def _ended(
-        self, request: Request, tensors: Sequence[torch.Tensor], incoming: Incoming
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        incoming: Incoming,
+        kept: contextlib.ExitStack,
     ) -> tuple[Packed | Answer, Link | None]:
         """Return a call's result, or what its function raised, ready to travel."""
         peer = incoming.peer
         try:
             if request.create is not None:
-                await self._begin(request, tensors, incoming, request.create)
+                await self._begin(request, tensors, incoming, request.create, kept)
                 return await self.packed(None, Outgoing(self._agent, peer.node_id)), None
             value = await self._run(request, tensors, peer, incoming.grant)
         except _Raised as raised:
@@ -230,8 +245,12 @@ class RpcService:
         tensors: Sequence[torch.Tensor],
         incoming: Incoming,
         create: wire.Fork,
+        kept: contextlib.ExitStack,
     ) -> None:
-        """Begin a call whose result stays here, for its caller to refer to."""
+        """Begin a call whose result stays here, for its caller to refer to.
+
+        Its arguments take the room that is `kept` for them until it has ended.
+        """
         peer, grant = incoming.peer, incoming.grant
         if request.target.kind in ("fetch", "gradients", "backward"):
             raise NotExposed(str(request.target), why="its result can't become a reference")
@@ -239,13 +258,17 @@ class RpcService:
             await self._method(request, peer, grant)
         owned = self._agent.owned.create(create, peer.node_id, anyio.current_time())
 
+        room = kept.pop_all()
+
         async def counted() -> None:
             with self._agent.activity.answering():
                 await compute()
 
         async def compute() -> None:
             try:
-                value = await self._run(request, tensors, peer, grant)
+                with room:
+                    value = await self._run(request, tensors, peer, grant)
+                self._keep(owned, value, peer.node_id, grant)
             except _Raised as raised:
                 if isinstance(raised.error, RpcTimeout):
                     raised.error.what = f"RRef creation by {request.target}"
@@ -255,8 +278,6 @@ class RpcService:
             except BaseException:
                 _fail(owned, RefLost("a remote reference", why="its owner has been shut down"))
                 raise
-            else:
-                self._keep(owned, value, peer.node_id, grant)
 
         self._agent.start_soon(counted)
 
@@ -268,9 +289,13 @@ class RpcService:
         except QuotaExceeded as error:
             _fail(owned, error)
             return
-        weakref.finalize(owned, self._room.give, peer, nbytes).atexit = False
+        self._give_after(owned, peer, nbytes)
         if not owned.outcome.done():
             owned.outcome.set_result(value)
+
+    def _give_after(self, what: object, peer: NodeId, nbytes: int) -> None:
+        """Give room back as soon as nobody has `what` any more."""
+        weakref.finalize(what, self._room.give, peer, nbytes).atexit = False
 
     async def _run(
         self,
@@ -293,11 +318,17 @@ class RpcService:
         args, kwargs = values[-2:]
         if target.kind == "operator":
             function: _Function = lambda: call_operator(  # noqa: E731
-                target.name, args, kwargs, max_bytes=_bound(grant)
+                target.name,
+                args,
+                kwargs,
+                max_bytes=_bound(grant),
+                place=self._agent.placement.device,
             )
             if is_prompt(target.name, args, kwargs):
                 try:
-                    return function()
+                    # Whatever a coroutine of the program's has switched off in this thread.
+                    with torch.enable_grad():
+                        return function()
                 except Exception as error:
                     raise _Raised(error) from error
             return await self._within(
@@ -374,7 +405,10 @@ class RpcService:
     ) -> Any:
         try:
             if inspect.iscoroutinefunction(found):
-                return await found(*args, **kwargs)
+                try:
+                    return await found(*args, **kwargs)
+                except SystemExit as error:  # which would end this loop
+                    raise RuntimeError(f"the function raised SystemExit: {error}") from error
             if is_generator(found):
                 raise RpcError(
                     f"call of {found.__qualname__!r:.80}",

@@ -85,13 +85,16 @@ class _InLoop:
         self._generator = generator
 
     async def next(self) -> Any:
-        return await self._generator.__anext__()
+        try:
+            return await self._generator.__anext__()
+        except SystemExit as error:  # which would end this loop
+            raise RuntimeError("the generator raised SystemExit") from error
 
     async def close(self) -> None:
         with anyio.move_on_after(CLOSE_SECONDS, shield=True) as scope:
             try:
                 await self._generator.aclose()
-            except Exception:
+            except (Exception, SystemExit):
                 _log.warning("a generator failed as it was closed", exc_info=True)
         if scope.cancelled_caught:
             _log.warning("a generator took longer than %s s to close", CLOSE_SECONDS)

@@ -107,7 +107,7 @@ class TypeTable:
             raise ProtocolError("reading of a value", why=f"{name!r:.80} has other fields here")
         try:
             return make(**fields)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ProtocolError(
                 "reading of a value", why=f"{name!r:.80} refuses its fields: {error!s:.120}"
             ) from error

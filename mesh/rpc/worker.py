@@ -65,6 +65,7 @@ class Worker:
         agent.placement.map_to = self._map_to
         self._completer = Completer(f"mesh-rpc-{me.name}")
         self._pending: set[Future[Any]] = set()
+        self._is_over = False
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -127,8 +128,7 @@ class Worker:
         here = contextvars.copy_context()  # for callbacks, which may call on
         with like_this_thread():
             begun = self.node.portal.start_task_soon(call)
-        with self._lock:
-            self._pending.add(begun)
+        self._add(begun)
 
         def ended(done: Future[Any]) -> None:
             compute = functools.partial(self.agent.bridge.wait, done)
@@ -141,11 +141,8 @@ class Worker:
 
     def wait_for(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine in the node's loop and return its result; `close` ends it."""
-        if self.agent.bridge.is_here:
-            return self.agent.bridge.block_on(call)  # which says why it can't
-        begun = self.node.portal.start_task_soon(call)
-        with self._lock:
-            self._pending.add(begun)
+        begun = self.agent.bridge.start(call)
+        self._add(begun)
         try:
             return self.agent.bridge.wait(begun)
         finally:
@@ -188,6 +185,7 @@ class Worker:
     def close(self) -> None:
         """End what is under way, and close the node if it was made for this."""
         with self._lock:
+            self._is_over = True
             pending = tuple(self._pending)
         for future in pending:
             future.cancel()
@@ -195,6 +193,14 @@ class Worker:
         if self._owns_node:
             self.node.close()  # another's own goes on to answer
         self._completer.close(CLOSE_SECONDS)
+
+    def _add(self, begun: Future[Any]) -> None:
+        """Have `close` end this, also if it has been called just now."""
+        with self._lock:
+            self._pending.add(begun)
+            is_over = self._is_over
+        if is_over:
+            begun.cancel()
 
     def _map_to(self, node_id: NodeId) -> DeviceMap:
         if not self._device_maps:

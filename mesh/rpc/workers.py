@@ -16,11 +16,12 @@ from typing import TypeVar, cast
 
 import anyio
 import anyio.to_thread
+import torch
 
 from auth import NodeId
 from transport import LimitExceeded
 
-__all__ = ["Workers", "aside", "may_block"]
+__all__ = ["Workers", "aside", "contained", "may_block"]
 
 _Result = TypeVar("_Result")
 
@@ -72,7 +73,9 @@ class Workers:
                 return None
             _here.workers = self
             try:
-                return function()
+                # Whatever else has run in this thread, and whatever this leaves switched off.
+                with torch.enable_grad():
+                    return contained(function)
             finally:
                 _here.workers = None
                 if turn.ended():
@@ -167,7 +170,25 @@ async def aside(function: Callable[[], _Result]) -> _Result:
     cancelled does not wait for its end.
     """
     limiter = anyio.CapacityLimiter(1)
-    return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
+    return await anyio.to_thread.run_sync(
+        lambda: contained(function), limiter=limiter, abandon_on_cancel=True
+    )
+
+
+def contained(function: Callable[[], _Result]) -> _Result:
+    """Return what `function` does in this thread, which is not the loop's.
+
+    Raises:
+        RuntimeError: it raised what is no ``Exception``, such as ``SystemExit``, and would end the
+            loop that waits for it.
+        Exception: what it raised.
+    """
+    try:
+        return function()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"the function raised {type(error).__name__}: {error}") from error
 
 
 class _Here(threading.local):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
-from mesh.autograd import BackwardError, ContextGone, passes
+from mesh.autograd import BackwardError, ContextGone, leaves, passes
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
 from tests.mesh.nodes import eventually
 
@@ -243,3 +245,78 @@ async def test_a_context_of_a_task_of_the_loop_ends_everywhere() -> None:
                 inherited.run(begin_another)
         inherited.run(begin_another)  # what is over is no hindrance
         await quiet(a, b)
+
+
+async def test_an_operator_is_recorded_amid_a_coroutine_that_has_switched_gradients_off() -> None:
+    begun, let_go = anyio.Event(), anyio.Event()
+
+    async def without_gradients() -> None:
+        with torch.no_grad():
+            begun.set()
+            await let_go.wait()
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            a.backward(context_id, a.call(b, torch.mul, x, 2).sum())
+            assert torch.equal(a.gradients(context_id)[x], torch.full((3,), 2.0))
+
+    async with workers(2) as (a, b), anyio.create_task_group() as tasks:
+        tasks.start_soon(without_gradients)
+        await begun.wait()
+        await in_thread(program, a, b)
+        let_go.set()
+
+
+async def test_calls_in_a_context_wait_for_no_gradient_that_is_being_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adding, called = threading.Event(), threading.Event()
+    own = leaves._own
+
+    def slow(*args: Any, **options: Any) -> torch.Tensor:
+        adding.set()
+        assert called.wait(5)
+        return own(*args, **options)
+
+    monkeypatch.setattr(leaves, "_own", slow)
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with a.context() as context_id:
+            loss = a.call(b, scale, x).sum()
+            here = contextvars.copy_context()
+            thread = threading.Thread(target=a.backward, args=(context_id, loss))
+            thread.start()
+            assert adding.wait(5)
+            here.run(a.call, b, scale, x)
+            called.set()
+            thread.join(5)
+            assert torch.equal(a.gradients(context_id)[x], b.weight.detach())
+
+    async with workers(2, scale) as (a, b):
+        await in_thread(program, a, b)
+
+
+def switch_off(worker: Worker) -> None:
+    torch.set_grad_enabled(False)
+
+
+def without_gradients(worker: Worker) -> Iterator[int]:
+    with torch.no_grad():
+        yield 1
+        yield 2
+
+
+async def test_functions_leave_gradients_switched_on_for_others_in_their_thread() -> None:
+    def program(a: Worker, b: Worker) -> None:
+        items = a.agent.stream(b.node_id, "without_gradients")
+        assert a.agent.bridge.block_on(items.__anext__) == 1
+        a.call(b, switch_off)
+        x = torch.ones(3, requires_grad=True)
+        with a.context():
+            assert all(a.call(b, scale, x).requires_grad for _ in range(8))
+        a.agent.bridge.block_on(items.aclose)
+
+    async with workers(2, scale, switch_off, without_gradients) as (a, b):
+        await in_thread(program, a, b)

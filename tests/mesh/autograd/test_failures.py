@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -13,6 +15,7 @@ from torch.autograd import Function
 
 from mesh.autograd import BackwardError, ContextGone
 from mesh.rpc import RpcTimeout
+from tensor_bridge import QuotaExceeded
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
 from tests.mesh.nodes import eventually
 
@@ -278,3 +281,35 @@ async def test_gradients_that_never_come_end_the_wait() -> None:
         b.agent.send_gradients = nothing  # type: ignore[method-assign]
         await in_thread(program, a, b)
         await quiet(a, b)
+
+
+async def test_what_a_graph_keeps_of_a_caller_takes_room_of_its_until_the_context_ends() -> None:
+    def until(is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 2
+        while not is_so():  # the thread that ran the function lets go of it a moment later
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def program(a: Worker, b: Worker) -> None:
+        room = b.agent.service._room
+        room._max_bytes_per_peer = 36
+        x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+        with a.context() as context_id:
+            for _ in range(2):
+                loss = a.call(b, scale, x).sum()  # keeps 12 bytes, for the gradient of the weight
+            for _ in range(3):
+                a.call(b, torch.neg, y)  # keeps none
+                until(lambda: room.used == 24)
+            loss = loss + a.call(b, scale, x).sum()
+            with pytest.raises(QuotaExceeded):
+                a.call(b, scale, x)
+            room._max_bytes_per_peer = 48  # gradients take some, too, on their way
+            a.backward(context_id, loss)
+            assert torch.equal(a.gradients(context_id)[x], 2 * b.weight.detach())
+        until(lambda: not room.used)
+
+    async with workers(2, scale) as (a, b):
+        await in_thread(program, a, b)
+        await quiet(a, b)
+        gc.collect()
+        await eventually(lambda: not b.agent.service._room.used)

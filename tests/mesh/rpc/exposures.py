@@ -96,11 +96,19 @@ def fail(kind: str) -> None:
         raise KeyError("missing")
     if kind == "exit":
         raise SystemExit(3)
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    if kind == "base":
+        raise BaseException("of no kind")  # noqa: TRY002
     raise ValueError("as was expected")
 
 
 async def fail_async() -> None:
     raise ValueError("as was expected")
+
+
+async def exit_async() -> None:
+    raise SystemExit(3)
 
 
 async def count_to(count: int) -> int:
@@ -138,14 +146,36 @@ let_go = threading.Event()
 """What they wait for."""
 
 
-def hold() -> str:
+def hold(*_: Any) -> str:
     running.release()
     let_go.wait(10)
     return "held"
 
 
+class _Odd(torch.Tensor):
+    @property
+    def layout(self) -> Any:  # type: ignore[override]
+        raise ValueError("of no size")
+
+
+def odd() -> Any:
+    return torch.zeros(1).as_subclass(_Odd)
+
+
+def lazy() -> torch.nn.Module:
+    return torch.nn.LazyLinear(1)
+
+
+def kind_of(ref: rpc.RRef[Any]) -> str:
+    return type(ref.local_value()).__name__
+
+
 def unsendable() -> Any:
     return [1, {"deep": Unregistered()}]
+
+
+def kinds(*args: Any) -> list[str]:
+    return [type(each).__name__ for each in args]
 
 
 def unwrap(ref: rpc.RRef[Any]) -> Any:

@@ -280,6 +280,22 @@ async def test_an_exception_of_no_known_class_is_told_by_its_name() -> None:
         assert "in fail" in caught.value.remote_traceback
 
 
+async def test_what_would_end_a_loop_is_an_error_of_the_call() -> None:
+    async with agents(2) as (a, b):
+        for function, args, match in (
+            (exposures.fail, ("exit",), "SystemExit: 3"),
+            (exposures.fail, ("interrupt",), "KeyboardInterrupt"),
+            (exposures.fail, ("base",), "BaseException: of no kind"),
+            (exposures.exit_async, (), "SystemExit: 3"),
+        ):
+            for node in (a, b):
+                with pytest.raises(RuntimeError, match=match):
+                    await a.call(node.node_id, function, args)
+            with pytest.raises(RuntimeError, match=match):
+                await (await a.remote(b.node_id, function, args)).fetch()
+        assert await a.call(b.node_id, exposures.echo, (1,)) == 1
+
+
 async def test_coroutines_run_in_the_loop() -> None:
     async with agents(2) as (a, b):
         assert await a.call(b.node_id, exposures.count_to, (5,)) == 5

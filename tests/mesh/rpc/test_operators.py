@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mesh.rpc import operators
-from mesh.rpc.errors import NotExposed
+from mesh.rpc.errors import NotExposed, RpcError
 from mesh.rpc.operators import call_operator
+from mesh.rpc.placement import Placement
 from tensor_bridge import QuotaExceeded
 
 A, B = torch.randn(3, 4), torch.randn(4, 5)
@@ -77,7 +78,7 @@ import sys, torch
 from mesh.rpc.operators import call_operator
 one = torch.ones(1000, 1000)
 for name, args in (("torch.add", (one, one)), ("torch.matmul", (one, one)), ("torch.sum", (one,))):
-    call_operator(name, args, {}, max_bytes=1 << 30)
+    call_operator(name, args, {}, max_bytes=1 << 30, place=torch.device)
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -85,12 +86,43 @@ sys.exit("torch._dynamo" in sys.modules)
 
 def test_what_is_too_large_is_not_computed() -> None:
     with pytest.raises(QuotaExceeded):
-        call_operator("torch.add", (torch.ones(300, 1), torch.ones(1, 300)), {}, max_bytes=300)
+        call_operator(
+            "torch.add",
+            (torch.ones(300, 1), torch.ones(1, 300)),
+            {},
+            max_bytes=300,
+            place=torch.device,
+        )
     with pytest.raises(QuotaExceeded):
-        call_operator("torch.sum", (torch.ones(1 << 40, 0), 1), {}, max_bytes=1 << 30)
+        call_operator(
+            "torch.sum", (torch.ones(1 << 40, 0), 1), {}, max_bytes=1 << 30, place=torch.device
+        )
+
+
+def test_what_takes_a_moment_is_little_in_and_little_out() -> None:
+    assert operators.is_prompt("torch.sum", (torch.ones(8, 0), 1), {})
+    assert not operators.is_prompt("torch.sum", (torch.ones(1 << 40, 0), 1), {})
+    assert not operators.is_prompt("torch.add", (torch.ones(1 << 8), torch.ones(1 << 8, 1)), {})
 
 
 def test_memory_that_was_not_written_to_is_nobodys() -> None:
     for name in ("empty", "empty_like", "empty_strided", "new_empty"):
         with pytest.raises(NotExposed):
-            call_operator(f"torch.{name}", (torch.ones(2),), {}, max_bytes=1 << 30)
+            call_operator(
+                f"torch.{name}", (torch.ones(2),), {}, max_bytes=1 << 30, place=torch.device
+            )
+
+
+def test_peers_say_neither_where_memory_is_taken_nor_that_it_is_pinned() -> None:
+    placement = Placement()
+
+    def zeros(**kwargs: object) -> object:
+        return call_operator("torch.zeros", (3,), kwargs, max_bytes=1 << 30, place=placement.device)
+
+    assert torch.equal(zeros(device="cpu"), torch.zeros(3))  # type: ignore[arg-type]
+    assert torch.equal(zeros(device=None, pin_memory=False), torch.zeros(3))  # type: ignore[arg-type]
+    for device in ("meta", torch.device("meta"), "cuda:99", "mesh:0", 99):
+        with pytest.raises(RpcError, match="device"):
+            zeros(device=device)
+    with pytest.raises(NotExposed, match="pin"):
+        zeros(pin_memory=True)

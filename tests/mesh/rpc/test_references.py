@@ -11,15 +11,18 @@ import anyio.to_thread
 import pytest
 import torch
 
-from auth import AccessDenied, Denial, FetchRequest, Grant, PeerIdentity, allow_any
+from auth import AccessDenied, Denial, FetchRequest, Grant, PeerIdentity, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import UnknownPeer
-from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout
+from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout, agent
+from mesh.rpc.owned import new_id
+from mesh.rpc.wire import CALL_SERVICE, Answer, Beside, Request, Target
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.exposures import Counter
 from tests.mesh.rpc.nodes import SHORT, agents, freed
+from transport import LimitExceeded
 
 pytestmark = pytest.mark.anyio
 
@@ -275,3 +278,53 @@ async def test_values_that_are_referred_to_take_room_of_who_ordered_them() -> No
         await nodes.eventually(lambda: not room.used)
         again = await a.remote(b.node_id, torch.zeros, (200_000,))
         assert (await again.fetch()).numel() == 200_000
+
+
+async def test_arguments_take_room_until_the_function_has_ended() -> None:
+    exposures.let_go.clear()
+    async with agents(2) as (a, b):
+        room = b.service._room
+        try:
+            ref = await a.remote(b.node_id, exposures.hold, (torch.zeros(1000),))
+            assert room.used == 4000
+        finally:
+            exposures.let_go.set()
+        assert await ref.fetch() == "held"
+        assert room.used == len("held")
+        del ref
+        await freed(a, b)
+        await nodes.eventually(lambda: not room.used)
+
+
+async def test_a_value_whose_size_can_not_be_told_fails_alone() -> None:
+    async with agents(2) as (a, b):
+        lazy = await a.remote(b.node_id, exposures.lazy)
+        assert await a.call(b.node_id, exposures.kind_of, (lazy,)) == "LazyLinear"
+        odd = await a.remote(b.node_id, exposures.odd)
+        with pytest.raises(ValueError, match="of no size"):
+            await odd.fetch()
+        assert len(b.references()) == 2
+        assert await a.call(b.node_id, exposures.echo, (1,)) == 1
+
+
+async def test_a_peer_makes_a_node_look_for_so_many_strangers_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent, "MAX_STRANGERS", 8)
+    async with agents(2) as (a, b):
+        connection = await a.connected(b.node_id)
+
+        async def give(count: int) -> Any:
+            refs = [
+                ["R", "fork", SecretKey.generate().node_id.raw, new_id(), new_id(), []]
+                for _ in range(count)
+            ]
+            items: list[Any] = [["t", count], *refs, ["d", 0]]
+            target = Target("function", f"{exposures.__name__}.kinds")
+            request = Request(target, items, Beside(), 5.0)
+            return Answer.decode(await connection.call(CALL_SERVICE, request.encode()))
+
+        assert (await give(8)).items == [["l", 8], *["RRef"] * 8]
+        with pytest.raises(LimitExceeded, match="can't be reached"):
+            await give(1)
+        assert len(b.holdings._telling) <= 8

@@ -96,6 +96,11 @@ def exits() -> Iterator[int]:
     raise SystemExit(3)
 
 
+async def exits_async() -> AsyncIterator[int]:
+    yield 1
+    raise SystemExit(3)
+
+
 def unsendable() -> Iterator[Any]:
     yield 1
     yield [seen]
@@ -236,8 +241,9 @@ async def test_an_item_that_does_not_travel_ends_the_stream_with_its_place() -> 
 
 async def test_a_generator_that_exits_takes_nobody_with_it() -> None:
     async with agents(2) as (a, b):
-        with pytest.raises(RuntimeError, match="SystemExit"):
-            await read(a.stream(b.node_id, exits))
+        for function in (exits, exits_async):
+            with pytest.raises(RuntimeError, match="SystemExit"):
+                await read(a.stream(b.node_id, function))
         assert await read(a.stream(b.node_id, count, (1,))) == [0]
 
 
