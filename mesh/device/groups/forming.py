@@ -160,8 +160,8 @@ class Bond:
                     tasks.start_soon(self._watch, member)
                 await leaving.wait()
                 with anyio.move_on_after(self._timeout):
-                    while not (self.broken.done() or all(each.done() for each in self._before)):
-                        await anyio.sleep(PAUSE)  # other threads may end them
+                    while not self._can_leave():  # noqa: ASYNC110 - other threads may end it
+                        await anyio.sleep(PAUSE)
         except TimeoutError:
             raise DeviceError(
                 "forming of a group of devices",
@@ -172,6 +172,9 @@ class Bond:
             with anyio.CancelScope(shield=True):
                 for stream in self._streams.values():
                     await stream.aclose()
+
+    def _can_leave(self) -> bool:
+        return self.broken.done() or all(each.done() for each in self._before)
 
     async def _form(self) -> None:
         group = secrets.token_bytes(16)
