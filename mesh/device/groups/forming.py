@@ -160,7 +160,7 @@ class Bond:
                     tasks.start_soon(self._watch, member)
                 await leaving.wait()
                 with anyio.move_on_after(self._timeout):
-                    while not self._is_over():  # noqa: ASYNC110 - other threads may end them
+                    while not self._can_leave():  # noqa: ASYNC110 - other threads may end it
                         await anyio.sleep(PAUSE)
         except TimeoutError:
             raise DeviceError(
@@ -173,7 +173,7 @@ class Bond:
                 for stream in self._streams.values():
                     await stream.aclose()
 
-    def _is_over(self) -> bool:
+    def _can_leave(self) -> bool:
         return self.broken.done() or all(each.done() for each in self._before)
 
     async def _form(self) -> None:

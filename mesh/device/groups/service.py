@@ -49,8 +49,8 @@ PAIR_SCOPE = "collective:devices"
 """What another node needs to be paired with for a group: a part of the scope ``collective``."""
 
 MAX_JOINED, MAX_JOINED_PER_PEER = 256, 64
-"""Memberships at a node, over all sessions, and over those of one client; executors bound those of
-one session."""
+"""Memberships at a node, over all sessions, and over those of one machine's programs; executors
+bound those of one session."""
 
 MAX_NEWS = 8
 """News of an executor that wait for a client to take them."""
@@ -67,6 +67,7 @@ class _Joined:
 
     join: wire.Join
     executor: Executor
+    machine: NodeId
     streams: dict[int, Stream] = dataclasses.field(default_factory=dict)
     carried: dict[int, anyio.Event] = dataclasses.field(default_factory=dict)
     changed: anyio.Event = dataclasses.field(default_factory=anyio.Event)
@@ -141,7 +142,8 @@ class GroupService:
         key = (join.group, owner)
         if key in self._joined:
             raise ProtocolError("joining of a group", why="the session is in it already")
-        held = sum(each == owner for _, each in self._joined)
+        machine = request.peer.machine_id  # which may have as many programs as it likes
+        held = sum(each.machine == machine for each in self._joined.values())
         if held >= MAX_JOINED_PER_PEER or len(self._joined) >= MAX_JOINED:
             raise LimitExceeded(
                 "joining of a group",
@@ -149,7 +151,7 @@ class GroupService:
                 f"node, and {len(self._joined)} of {MAX_JOINED} in all",
                 fix="Close contexts that are not used any more.",
             )
-        joined = self._joined[key] = _Joined(join, executor)
+        joined = self._joined[key] = _Joined(join, executor, machine)
         try:
             await self._authorize(request, join)
             await stream.send_reply(wire.Prepared(self._endpoint.addresses).encode())

@@ -41,7 +41,7 @@ async def test_a_membership_ends_though_the_end_comes_while_news_are_sent() -> N
     member = wire.Member(NodeId(bytes(32)), (0,))
     executor: Any = Executor()
     stream: Any = Stream(executor)
-    joined = _Joined(wire.Join(bytes(16), bytes(16), 1, 0, (member,), 5.0), executor)
+    joined = _Joined(wire.Join(bytes(16), bytes(16), 1, 0, (member,), 5.0), executor, member.node)
     joined.hear(wire.Formed(1, False))
     service = GroupService.__new__(GroupService)
     with anyio.fail_after(5):
