@@ -54,7 +54,8 @@ async def calling() -> AsyncIterator[Calling]:
         agents = [await agent_of(each, limits) for each in (here, peer, third)]
         c = Calling(*agents)
         # What each pair shares is there from now on.
-        await c.here.call(c.peer.node_id, exposures.echo, (LARGE,))
+        for one, other in ((c.here, c.peer), (c.here, c.third), (c.third, c.peer)):
+            await one.call(other.node_id, exposures.echo, (LARGE,))
         yield c
 
 
