@@ -32,6 +32,7 @@ from mesh.rpc.quick import call_quickly
 from mesh.rpc.reference import RRef
 from mesh.rpc.roster import Roster, WorkerInfo
 from mesh.rpc.worker import FIND_SECONDS, Worker
+from mesh.rpc.workers import is_handler
 from transport import NotNow
 
 if TYPE_CHECKING:
@@ -122,10 +123,16 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Raises:
         RpcTimeout: names who was not there in time. The worker is ended all the same.
-        RpcError: a worker was lost meanwhile, or this program is none.
+        RpcError: a worker was lost meanwhile, this program is none, or a peer has called this.
     """
     global _worker
     worker = _need()
+    if (graceful and is_handler()) or worker.agent.bridge.is_here:
+        raise RpcError(
+            "rpc.shutdown",
+            why="it would wait for the end of the function that it is called in",
+            fix="Have the function tell a thread of the program's own, which calls it.",
+        )
     with _lock:
         if worker.is_ending:
             raise RpcError("rpc.shutdown", why="it is under way already")

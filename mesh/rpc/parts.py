@@ -50,7 +50,7 @@ class _Offered:
     """The parts of an answer that are still to be fetched."""
 
     tensors: dict[int, torch.Tensor]
-    nbytes: int
+    sizes: dict[int, int]
     until: float
 
 
@@ -102,12 +102,12 @@ class Parts:
                 "answering a call",
                 why=f"{MAX_OFFERS} large answers wait to be fetched by this peer already",
             )
-        nbytes = sum(what.metas[number].nbytes for number in what.apart)
-        self._room.take(peer, grant, nbytes)
+        sizes = {number: what.metas[number].nbytes for number in what.apart}
+        self._room.take(peer, grant, sum(sizes.values()))
         key = new_id()
         self._offered[peer, key] = _Offered(
             {number: tensors[number] for number in what.apart},
-            nbytes,
+            sizes,
             anyio.current_time() + OFFER_SECONDS,
         )
         self._agent.watch()
@@ -132,7 +132,7 @@ class Parts:
         return math.inf
 
     def _drop(self, key: _Key) -> None:
-        self._room.give(key[0], self._offered.pop(key).nbytes)
+        self._room.give(key[0], sum(self._offered.pop(key).sizes.values()))
 
     async def serve(self, incoming: Incoming) -> None:
         """Take one part from its caller, or give it one.
@@ -148,9 +148,13 @@ class Parts:
             if offered is None or order.number not in offered.tensors:
                 raise _unknown()
             tensor = offered.tensors.pop(order.number)  # each is fetched once
+            nbytes = offered.sizes.pop(order.number)
             if not offered.tensors:
                 self._drop(key)
-            await serve_send(incoming.stream, offer, tensor)
+            try:
+                await serve_send(incoming.stream, offer, tensor)
+            finally:
+                self._room.give(key[0], nbytes)  # however long its reader takes
             return
         expected = await self._wait_for(key)
         if order.number not in expected.metas or order.number in expected.begun:

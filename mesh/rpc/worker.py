@@ -146,6 +146,7 @@ class Worker:
         try:
             return self.agent.bridge.wait(begun)
         finally:
+            begun.cancel()  # if the wait was interrupted, as by Ctrl-C
             with self._lock:
                 self._pending.discard(begun)
 

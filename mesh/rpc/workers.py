@@ -21,7 +21,7 @@ import torch
 from auth import NodeId
 from transport import LimitExceeded
 
-__all__ = ["Workers", "aside", "contained", "may_block"]
+__all__ = ["Workers", "aside", "contained", "is_handler", "may_block"]
 
 _Result = TypeVar("_Result")
 
@@ -196,6 +196,11 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+
+def is_handler() -> bool:
+    """Return whether this thread runs a function that a peer has called."""
+    return _here.workers is not None
 
 
 @contextlib.contextmanager

@@ -119,6 +119,18 @@ async def count_to(count: int) -> int:
     return total
 
 
+cancelling: list[str] = []
+"""What `wait_long` has been through."""
+
+
+async def wait_long() -> None:
+    cancelling.append("begun")
+    try:
+        await anyio.sleep_forever()
+    finally:
+        cancelling.append("ended")
+
+
 def make(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32)
 

@@ -13,7 +13,7 @@ import torch
 from auth import AccessDenied, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import TransportError
-from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable
+from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable, parts
 from mesh.rpc.wire import Answer, Beside, RefNotes, Request, Target
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes
@@ -382,3 +382,23 @@ async def test_answers_that_nobody_fetches_take_room_and_are_refused_beyond_it()
             await connection.call("rpc.call", request.encode())
         await a.tell(b.node_id, RefNotes(left=(answer.key,)))
         assert (await a.call(b.node_id, exposures.make, (100_000,))).numel() == 100_000
+
+
+async def test_an_answer_takes_room_until_it_has_been_fetched_however_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on, send = anyio.Event(), anyio.Event(), parts.serve_send
+
+    async def slowly(*args: Any) -> None:
+        begun.set()
+        await go_on.wait()
+        await send(*args)
+
+    async with agents(2) as (a, b):
+        monkeypatch.setattr(parts, "serve_send", slowly)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(a.call, b.node_id, exposures.make, (100_000,))
+            await begun.wait()
+            assert b.service._room.used == 400_000
+            go_on.set()
+        await nodes.eventually(lambda: not b.service._room.used)

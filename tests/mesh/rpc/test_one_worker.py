@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_shutdown_ends_whatever_waits_without_a_limit(peer: NodeId, wait: Any) -
     thread = threading.Thread(target=program, daemon=True)
     worker: Any = rpc.api._worker
     thread.start()
-    while not worker._pending:
+    while not (worker._pending or worker.agent.activity._open):
         thread.join(0.001)
     rpc.shutdown(graceful=False)
     thread.join(5)
@@ -105,3 +106,40 @@ def test_one_argument_is_not_taken_for_several(peer: NodeId, one: Any) -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises(TypeError, match="tuple of arguments"):
             call(peer, exposures.echo, one)
+
+
+def end() -> None:
+    rpc.shutdown()
+
+
+async def end_in_the_loop() -> None:
+    rpc.shutdown(graceful=False)
+
+
+def test_a_function_that_is_called_can_not_wait_for_its_own_end(peer: NodeId) -> None:
+    rpc.expose(__name__)
+    for function in (end, end_in_the_loop):
+        with pytest.raises(rpc.RpcError, match="the end of the function"):
+            rpc.rpc_sync("one", function, timeout=5)
+    assert rpc.rpc_sync(peer, exposures.echo, (1,)) == 1
+
+
+def test_an_interrupted_wait_ends_its_call(peer: NodeId) -> None:
+    worker: Any = rpc.api._worker
+    real = worker.agent.bridge.wait
+
+    def interrupted(future: Any) -> Any:
+        began = time.monotonic()
+        while not exposures.cancelling and time.monotonic() < began + 5:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    exposures.cancelling.clear()
+    worker.agent.bridge.wait = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rpc.rpc_sync(peer, exposures.wait_long, timeout=0)
+    worker.agent.bridge.wait = real
+    end = time.monotonic() + 5
+    while exposures.cancelling != ["begun", "ended"]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
