@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mesh import autograd
-from mesh.autograd.contexts import COUNTER_BITS, Context
+from mesh.autograd.contexts import RANDOM_BITS, Context
 from mesh.rpc import api
 from mesh.rpc.links import current_context
 
@@ -98,7 +98,7 @@ def max_id() -> int:
     """Return the largest number of a context of this worker's."""
     worker = _contexts().worker_id
     assert worker is not None
-    return (worker + 1 << COUNTER_BITS) - 1
+    return (worker + 1 << RANDOM_BITS) - 1
 
 
 def autograd_counts() -> dict[str, str]:
