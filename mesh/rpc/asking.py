@@ -17,13 +17,13 @@ from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import exposed_name
 from mesh.rpc.holding import Held
-from mesh.rpc.limits import limit
+from mesh.rpc.limits import GRACE, limit
 from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, new_id
 from mesh.rpc.passing import Incoming, Outgoing
-from mesh.rpc.pickled import may_unpickle
+from mesh.rpc.pickled import has_pickle, may_unpickle, refuse_pickle
 from mesh.rpc.reference import RRef
-from mesh.rpc.values import Packed, Packer, Received, Unpacker, has_pickle, refuse_pickle
+from mesh.rpc.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request, Target
 from transport import AppCode, CborValue, Connection, TransportError
 
@@ -36,9 +36,6 @@ _Ready: TypeAlias = tuple[Outgoing, Packed]
 
 _LEAST = 0.001
 """Seconds that are left at least of a limit that has not passed: 0 would be none."""
-
-GRACE = 1.0
-"""Seconds that a callee has beyond a call's limit to say itself that the time was up."""
 
 
 class Asking:

@@ -11,7 +11,10 @@ import anyio
 from mesh.rpc.errors import RpcTimeout
 from transport import DeadlineExceeded
 
-__all__ = ["limit", "timed_out"]
+__all__ = ["GRACE", "limit", "timed_out"]
+
+GRACE = 1.0
+"""Seconds that a callee has beyond a call's limit to say itself that the time was up."""
 
 
 @contextlib.contextmanager

@@ -20,10 +20,17 @@ import torch
 from torch.distributed.rpc.internal import _InternalRPCPickler
 
 from auth import Grant
-from mesh.rpc.errors import NotExposed
+from mesh.rpc.errors import NotExposed, PickleRefused
 from transport import CborValue, ProtocolError
 
-__all__ = ["PICKLE_SCOPE", "may_unpickle", "read_pickle", "write_pickle"]
+__all__ = [
+    "PICKLE_SCOPE",
+    "has_pickle",
+    "may_unpickle",
+    "read_pickle",
+    "refuse_pickle",
+    "write_pickle",
+]
 
 PICKLE_SCOPE = "rpc:pickle"
 """What lets a peer run any code here. It is never granted but by its own name."""
@@ -32,6 +39,19 @@ PICKLE_SCOPE = "rpc:pickle"
 def may_unpickle(grant: Grant | None) -> bool:
     """Return whether a peer with this grant may send pickles."""
     return grant is not None and PICKLE_SCOPE in grant.scopes
+
+
+def has_pickle(items: Sequence[CborValue]) -> bool:
+    """Return whether there is a pickle among the items of a message."""
+    return any(isinstance(item, list) and item[:1] == ["K"] for item in items)
+
+
+def refuse_pickle() -> PickleRefused:
+    """Return the error for a pickle that its sender may not send."""
+    return PickleRefused(
+        "reading of a value",
+        why=f"it is a pickle, and the scope {PICKLE_SCOPE} is not granted by name",
+    )
 
 
 def write_pickle(

@@ -19,7 +19,7 @@ from mesh.rpc.bridge import ended
 from mesh.rpc.carriage import beside, together
 from mesh.rpc.errors import RpcError, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
-from mesh.rpc.limits import timed_out
+from mesh.rpc.limits import GRACE, timed_out
 from mesh.rpc.links import current_context
 from mesh.rpc.reference import RRef
 from mesh.rpc.values import Packer, Unpacker
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
 
 __all__ = ["call_quickly"]
-
-GRACE = 1.0
-"""Seconds that a callee has beyond a call's limit to say itself that the time was up."""
 
 
 class _NeedsLoop(Exception):

@@ -36,12 +36,12 @@ from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
-from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle
+from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle, refuse_pickle
 from mesh.rpc.placement import own_device
 from mesh.rpc.serve_stream import StreamService
 from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.sources import is_generator
-from mesh.rpc.values import Packed, Packer, Received, Unpacker, refuse_pickle
+from mesh.rpc.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.wire import Answer, RefNotes, Request, Target
 from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded

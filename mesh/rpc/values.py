@@ -31,9 +31,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from auth import IdentityError, NodeId
-from mesh.rpc.errors import PickleRefused, Unsendable
+from mesh.rpc.errors import Unsendable
 from mesh.rpc.exposed import Exposures, exposed_name
-from mesh.rpc.pickled import PICKLE_SCOPE, read_pickle, write_pickle
+from mesh.rpc.pickled import has_pickle, read_pickle, refuse_pickle, write_pickle
 from mesh.rpc.types import TypeTable
 from mesh.rpc.workers import aside
 from tensor_bridge import TensorError, describe, dtype_name, dtype_of, tensor_bytes
@@ -50,8 +50,6 @@ __all__ = [
     "RefReader",
     "RefWriter",
     "Unpacker",
-    "has_pickle",
-    "refuse_pickle",
 ]
 
 MAX_DEPTH = 64
@@ -505,19 +503,6 @@ class Unpacker:
             ).requires_grad_(wants_gradient)
         except (RuntimeError, ValueError, TypeError) as error:
             raise _malformed(f"a sparse tensor that is none ({error!s:.120})") from error
-
-
-def has_pickle(items: Sequence[CborValue]) -> bool:
-    """Return whether there is a pickle among the items of a message."""
-    return any(isinstance(item, list) and item[:1] == ["K"] for item in items)
-
-
-def refuse_pickle() -> PickleRefused:
-    """Return the error for a pickle that its sender may not send."""
-    return PickleRefused(
-        "reading of a value",
-        why=f"it is a pickle, and the scope {PICKLE_SCOPE} is not granted by name",
-    )
 
 
 class _Guard:

@@ -21,7 +21,8 @@ from typing import Self
 
 from auth import IdentityError, NodeId
 from mesh.rpc.links import Link
-from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS, has_pickle
+from mesh.rpc.pickled import has_pickle
+from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_LANE, lanes_of
