@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -30,7 +29,6 @@ from auth import (
 )
 from auth.authorizer import parts
 from mesh.bench import register_calls as register_bench
-from mesh.delegated import keep_delegated
 from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
@@ -38,6 +36,7 @@ from mesh.peer import Peer
 from mesh.returns import FIRST_PAUSE, LONGEST_PAUSE, Returns
 from mesh.services import register_services
 from mesh.status import PeerStatus
+from mesh.upkeep import keep_delegated, watch_keys
 from transport import (
     Backoff,
     Connection,
@@ -60,9 +59,6 @@ __all__ = ["Node"]
 
 PROGRAM_LIFETIME = 7 * 86400.0
 """Seconds for which a program acts under its machine's key: the longest that peers accept."""
-
-POLL_SECONDS = 1.0
-"""How often the file of authorized keys is looked at: a removed peer is cut off within this."""
 
 
 class Offer(Protocol):
@@ -284,7 +280,7 @@ class Node:
                 await stack.enter_async_context(service)
                 register_bench(endpoint)
             for keys in self._watched:
-                endpoint.start_soon(self._watch_keys, keys, endpoint)
+                endpoint.start_soon(watch_keys, keys, endpoint)
             if self._delegation is not None and self.home is not None:
                 endpoint.start_soon(keep_delegated, endpoint, self.home, self._delegation)
             for ticket in self._join:
@@ -560,22 +556,6 @@ class Node:
                 self._returns.left(connection, error)
             case _:
                 pass
-
-    async def _watch_keys(self, keys: AuthorizedKeys, endpoint: Endpoint) -> None:
-        removed: deque[NodeId] = deque()
-        changed: deque[NodeId] = deque()
-        # Called in whichever thread notices; connections are seen to here, in the loop.
-        unsubscribe = keys.subscribe(removed.append, changed=changed.append)
-        try:
-            while True:
-                keys.poll()
-                while removed:
-                    endpoint.revoke(removed.popleft(), "its key is no longer authorized")
-                while changed:
-                    await endpoint.reconsider(changed.popleft())
-                await anyio.sleep(POLL_SECONDS)
-        finally:
-            unsubscribe()
 
 
 def _may_be_dialled(connection: Connection) -> bool:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-import mesh.node
+import mesh.upkeep
 from auth import (
     AccessDenied,
     AccessRequest,
@@ -376,7 +376,7 @@ async def test_invite_of_a_machine(tmp_path: Path) -> None:
 @pytest.fixture
 def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the files of keys ten times as often as usual."""
-    monkeypatch.setattr(mesh.node, "POLL_SECONDS", mesh.node.POLL_SECONDS / 10)
+    monkeypatch.setattr("mesh.upkeep.POLL_SECONDS", mesh.upkeep.POLL_SECONDS / 10)
 
 
 @pytest.mark.usefixtures("watched_closely")
