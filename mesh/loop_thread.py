@@ -77,7 +77,7 @@ class LoopThread:
 
     @property
     def portal(self) -> BlockingPortal:
-        """The way into the loop. Raises `NodeError` where the node is not open, or is a parent's."""
+        """The way into the loop. Raises `NodeError` if the node is not open, or a parent's."""
         if os.getpid() != self._process:
             raise NodeError(
                 "use of a node",
