@@ -75,8 +75,7 @@ class Arrival:
     def keep_outside(self, content: Outside) -> Stored:
         """Do the same with a tensor that need not land, for it lies elsewhere already."""
         stored = self._reservation.keep_outside(content, self.meta, name=self._name)
-        self._stored = Stored.of(stored)
-        self.landing = None
+        self._stored, self.landing = Stored.of(stored), None
         return self._stored
 
     def failed(self, error: MeshError) -> None:
@@ -166,6 +165,32 @@ class Arrivals:
             if arrival._left_at is None or arrival._left_at > oldest:
                 break
             self._finished.popitem(last=False)
+
+    def keep_outside(
+        self,
+        owner: NodeId,
+        upload: str,
+        meta: TensorMeta,
+        content: Outside,
+        *,
+        name: str | None = None,
+        quotas: Quotas | None = None,
+    ) -> Stored | None:
+        """Have an arrival begin and end at once; None if there is one of that upload id.
+
+        Raises:
+            QuotaExceeded: there is no room.
+        """
+        key = (owner, upload)
+        if self._closed or self._find(key) is not None:
+            return None
+        arrival = self._begin(key, meta, name, quotas)
+        try:
+            return arrival.keep_outside(content)
+        finally:
+            arrival._left_at = self._clock()
+            arrival._turn.release()
+            self._remember(key, arrival)
 
     def undo(self, owner: NodeId, upload: str) -> None:
         """Forget an arrival, and the object that it may have become; its owner gave it up."""

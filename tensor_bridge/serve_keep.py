@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from tensor_bridge.arrivals import Arrivals
@@ -22,37 +23,45 @@ FIND_CALL = "tensor.find"
 
 def offer_blocks(endpoint: Endpoint, store: TensorStore, arrivals: Arrivals, lanes: Lanes) -> None:
     """Offer peers of this host to have their tensors stay in memory that they have made."""
-    endpoint.register_call(KEEP_CALL, partial(_keep, arrivals, lanes), scope=PutService.scope)
-    endpoint.register_call(UNDO_CALL, partial(_undo, arrivals), scope=PutService.scope)
-    endpoint.register_call(FIND_CALL, partial(_find, store, lanes), scope=ReadService.scope)
+    for name, answer, scope in (
+        (KEEP_CALL, partial(_keep, arrivals, lanes), PutService.scope),
+        (UNDO_CALL, partial(_undo, arrivals), PutService.scope),
+        (FIND_CALL, partial(_find, store, lanes), ReadService.scope),
+    ):
+        endpoint.register_call(name, partial(_answer, answer), scope=scope, prompt=answer)
 
 
-async def _keep(arrivals: Arrivals, lanes: Lanes, incoming: Incoming) -> CborValue:
-    """Make an object of what lies in a block; nothing is answered if there is no such block.
+async def _answer(answer: Callable[[Incoming], CborValue], incoming: Incoming) -> CborValue:
+    return answer(incoming)
+
+
+def _keep(arrivals: Arrivals, lanes: Lanes, incoming: Incoming) -> CborValue:
+    """Make an object of what lies in a block; nothing is answered if that can't be done.
 
     Raises:
         QuotaExceeded: there is no room for it.
     """
     call = KeepCall.decode(incoming.value)
-    async with arrivals.hold(
+    loan = lanes.borrow(incoming.connection, call.block, call.lend, call.meta)
+    if loan is None:
+        return None
+    kept = arrivals.keep_outside(
         incoming.peer.node_id,
         call.upload,
         call.meta,
+        loan,
         name=call.name,
         quotas=incoming.grant.quotas,
-    ) as arrival:
-        if arrival.landing is None:  # it has come already, and the answer was lost
-            return arrival.keep().encode()
-        loan = lanes.borrow(incoming.connection, call.block, call.lend, call.meta)
-        return None if loan is None else arrival.keep_outside(loan).encode()
+    )
+    return None if kept is None else kept.encode()
 
 
-async def _undo(arrivals: Arrivals, incoming: Incoming) -> CborValue:
+def _undo(arrivals: Arrivals, incoming: Incoming) -> CborValue:
     arrivals.undo(incoming.peer.node_id, UndoCall.decode(incoming.value).upload)
     return None
 
 
-async def _find(store: TensorStore, lanes: Lanes, incoming: Incoming) -> CborValue:
+def _find(store: TensorStore, lanes: Lanes, incoming: Incoming) -> CborValue:
     """Say in which of the caller's blocks an object of its own lies; nothing, if in none."""
     call = ObjectCall.decode(incoming.value)
     stored = store.owned(call.object_id, incoming.peer.node_id)

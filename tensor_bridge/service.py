@@ -106,7 +106,7 @@ class TensorService:
         endpoint.register_call(DELETE_CALL, self._delete, scope="tensor:delete")
         endpoint.register_call(LIST_CALL, self._list, scope="tensor:list")
         endpoint.register_call(INFO_CALL, self._info, scope="tensor:list")
-        endpoint.register_call(MAP_CALL, self._map, scope=ReadService.scope)
+        endpoint.register_call(MAP_CALL, self._map, scope=ReadService.scope, prompt=self._map_now)
         endpoint.subscribe(self._observe)
 
     async def __aenter__(self) -> TensorService:
@@ -213,6 +213,9 @@ class TensorService:
         return Listed.of(self.store.owned(call.object_id, incoming.peer.node_id)).encode()
 
     async def _map(self, incoming: Incoming) -> CborValue:
+        return self._map_now(incoming)
+
+    def _map_now(self, incoming: Incoming) -> CborValue:
         """Hand over the memory of an object, before the answer; nothing is answered without."""
         call = MapCall.decode(incoming.value)
         stored = self.store.owned(call.object_id, incoming.peer.node_id)
