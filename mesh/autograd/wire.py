@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Mapping, Set
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -50,7 +50,7 @@ _LINE = re.compile(r'File "(?:[^"\n]*[/\\])?([^"/\\\n]+)", line (\d+)')
 MarkingId = ContextId
 """Which node has begun a marking, and what number it gave it."""
 
-Wanted = Mapping[int, frozenset[int]]
+Wanted: TypeAlias = Mapping[int, Set[int]]
 """Messages by their numbers, and which of their tensors a loss depends on."""
 
 
@@ -77,10 +77,7 @@ class MarkOrder:
             "marking": self.marking.encode(),
         }
         if self.wanted is not None:
-            value["wanted"] = [
-                [number, list[CborValue](sorted(tensors))]
-                for number, tensors in self.wanted.items()
-            ]
+            value["wanted"] = _encode_wanted(self.wanted)
         if self.forgotten:
             value["forgotten"] = list(self.forgotten)
         return value
@@ -91,19 +88,7 @@ class MarkOrder:
         fields = Fields(value, "order to mark")
         context = ContextId.decode(fields.value("context"))
         marking = ContextId.decode(fields.value("marking"))
-        wanted: dict[int, frozenset[int]] | None = None
-        if fields.has("wanted"):
-            wanted = {}
-            for item in fields.items("wanted", MAX_MARKED):
-                match item:
-                    case [int(number), [*tensors]] if (
-                        number not in wanted
-                        and 0 < len(tensors) <= MAX_TENSORS
-                        and all(type(each) is int and each >= 0 for each in tensors)
-                    ):
-                        wanted[number] = frozenset(tensors)  # type: ignore[arg-type]
-                    case _:
-                        raise fields.wrong("'wanted' must be messages and tensors of them")
+        wanted = _decode_wanted(fields) if fields.has("wanted") else None
         forgotten: tuple[int, ...] = ()
         if fields.has("forgotten"):
             forgotten = fields.integers("forgotten", longest=MAX_FORGOTTEN)
@@ -113,21 +98,31 @@ class MarkOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marked:
-    """All is marked; and whether it was this order that has brought the marking here."""
+    """All is marked that others than the reader have to mark.
+
+    Attributes:
+        is_first: whether it was the reader who has brought the marking here.
+        wanted: messages of the reader's to the writer, which this has led to.
+    """
 
     is_first: bool
+    wanted: Wanted = dataclasses.field(default_factory=dict)
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {"first": self.is_first}
+        value: dict[str, CborValue] = {"first": self.is_first}
+        if self.wanted:
+            value["wanted"] = _encode_wanted(self.wanted)
+        return value
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "answer about a marking")
-        message = cls(fields.flag("first"))
+        is_first = fields.flag("first")
+        wanted = _decode_wanted(fields) if fields.has("wanted") else {}
         fields.finish()
-        return message
+        return cls(is_first, wanted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,3 +246,22 @@ class Gradients:
                 context = ContextId.decode([owner, number])
                 return cls(context, ContextId.decode([root, marking]), run, message, gradients)
         raise ProtocolError("reading of gradients", why="they are none")
+
+
+def _encode_wanted(wanted: Wanted) -> list[CborValue]:
+    return [[number, list[CborValue](sorted(tensors))] for number, tensors in wanted.items()]
+
+
+def _decode_wanted(fields: Fields) -> dict[int, frozenset[int]]:
+    wanted: dict[int, frozenset[int]] = {}
+    for item in fields.items("wanted", MAX_MARKED):
+        match item:
+            case [int(number), [*tensors]] if (
+                number not in wanted
+                and 0 < len(tensors) <= MAX_TENSORS
+                and all(type(each) is int and each >= 0 for each in tensors)
+            ):
+                wanted[number] = frozenset(tensors)  # type: ignore[arg-type]
+            case _:
+                raise fields.wrong("'wanted' must be messages and tensors of them")
+    return wanted

@@ -49,10 +49,11 @@ PARSERS = [
         name="autograd.marked",
         covers=("mesh.autograd.wire.Marked.decode",),
         form="message",
-        values=st.builds(Marked, st.booleans()),
+        values=st.builds(Marked, st.booleans(), _wanted),
         write=Marked.encode,
         read=Marked.decode,
         refuses=(ProtocolError,),
+        is_canonical=False,  # as that
     ),
     Parser(
         name="autograd.start",

@@ -11,7 +11,7 @@ import anyio
 import pytest
 import torch
 
-from mesh.autograd import BackwardError, ContextGone, leaves, passes
+from mesh.autograd import BackwardError, ContextGone, leaves, marker
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
 from tests.mesh.nodes import eventually
 
@@ -136,14 +136,15 @@ async def test_the_graph_can_be_kept_and_its_marking_with_it() -> None:
             assert not any(each.markings for each in b.agent.autograd.contexts)
 
     async with workers(2, scale) as (a, b):
-        spread = a.agent.autograd._passes._spread
+        marking = a.agent.autograd._passes._marker
+        spread = marking._spread_in_thread
 
-        async def counted(*args: Any) -> None:
+        def counted(*args: Any) -> None:
             nonlocal marks
             marks += 1
-            await spread(*args)
+            spread(*args)
 
-        a.agent.autograd._passes._spread = counted  # type: ignore[method-assign]
+        marking._spread_in_thread = counted  # type: ignore[method-assign]
         await in_thread(program, a, b)
         await quiet(a, b)
 
@@ -212,7 +213,7 @@ async def test_backwards_at_the_same_time_in_one_context_and_in_many() -> None:
 async def test_markings_that_nobody_uses_any_more_are_forgotten_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(passes, "MAX_MARKINGS", 3)
+    monkeypatch.setattr(marker, "MAX_MARKINGS", 3)
 
     def program(a: Worker, b: Worker) -> None:
         x = torch.ones(3, requires_grad=True)
