@@ -30,10 +30,10 @@ from mesh.autograd.wire import (
     Marked,
     MarkingId,
     MarkOrder,
-    Wanted,
 )
 from mesh.rpc.errors import RpcTimeout
 from mesh.rpc.limits import limit, timed_out
+from mesh.rpc.links import Wanted
 from mesh.rpc.wire import SCOPE
 from transport import (
     NOT_NOW,
@@ -81,7 +81,7 @@ class Marker:
     def marked(
         self, context: Context, losses: Sequence[torch.Tensor], *, fast: bool, seconds: float
     ) -> Marking:
-        """Return a marking of all that these losses need, on all nodes.
+        """Return a marking of all that these losses need here; others have theirs, or are `asked`.
 
         Args:
             context: what they were computed in.
@@ -115,6 +115,8 @@ class Marker:
                 marking.mark_all()
                 if everybody := frozenset(context.peers - {me}):
                     self._spread_by_loop(marking, found, everybody, forgotten, seconds)
+            elif marking.is_foretold and all(len(each) <= MAX_MARKED for each in found.values()):
+                marking.put_off(found, forgotten)
             else:
                 self._spread_in_thread(marking, found, forgotten, seconds)
         except _Failed as failed:
@@ -132,10 +134,13 @@ class Marker:
         """Keep a marking for the next backward from the same losses, or let go of it."""
         context = marking.context
         with context.lock:
+            reusable = reusable and not marking.unasked
             if reusable and context.spare is None and not context.is_over:
                 context.spare = (_edges(losses), marking)
                 return
             context.markings.pop(marking.id, None)
+            for unasked in marking.unasked.values():
+                unasked.is_over.cancel()
             if reusable or run.failure is not None:  # else others have let go of it themselves
                 context.stale.append(marking.id.number)
 
@@ -190,6 +195,24 @@ class Marker:
         self._agent.bridge.block_on(spread)
 
     # -- everywhere, in the loop
+
+    async def asked(self, marking: Marking, peer: NodeId) -> Failure | None:
+        """Have a peer mark what it was not yet asked to; return why it has not."""
+        unasked = marking.unasked.get(peer)
+        if unasked is None:
+            return None
+        order = MarkOrder(marking.context.id, marking.id, unasked.wanted, unasked.forgotten)
+        answer = await self._peers.call(peer, MARK_SERVICE, order.encode())
+        if isinstance(answer, Failure):
+            return answer
+        try:
+            if Marked.decode(answer).wanted != unasked.foretold:
+                raise ProtocolError("marking", why="what it needs is not what it has foretold")
+        except ProtocolError as error:
+            return self._peers.failure(error, peer)
+        del marking.unasked[peer]
+        unasked.is_over.set_result(None)
+        return None
 
     async def _spread(
         self,

@@ -8,9 +8,11 @@ needed of it, and nobody marks any more: a diffusing computation (Dijkstra and S
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import torch
@@ -20,8 +22,9 @@ from mesh.autograd.contexts import Context
 from mesh.autograd.errors import BackwardError
 from mesh.autograd.nodes import FIRST, LAST, Origin, is_received
 from mesh.autograd.run import Run
-from mesh.autograd.wire import MAX_MARKED, MarkingId, Wanted
-from transport import LimitExceeded, ProtocolError
+from mesh.autograd.wire import MAX_MARKED, MarkingId
+from mesh.rpc.links import Wanted
+from transport import LimitExceeded
 
 __all__ = ["Edge", "Found", "Marking"]
 
@@ -40,6 +43,23 @@ Edge: TypeAlias = tuple[Any, int]
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unasked:
+    """What a node is still to be asked to mark.
+
+    Attributes:
+        wanted: messages of its.
+        foretold: messages from here that it must find them to depend on.
+        forgotten: markings of this node's that it may forget.
+        is_over: done when it has been asked, or nobody asks any more.
+    """
+
+    wanted: Wanted
+    foretold: Wanted
+    forgotten: tuple[int, ...]
+    is_over: Future[None] = dataclasses.field(default_factory=Future)
+
+
 class Marking:
     """One node's part of a marking. Safe for many threads.
 
@@ -53,6 +73,9 @@ class Marking:
         needed: messages of this node's, and which of their tensors gradients will come for.
         leaves: the nodes at the leaves that gradients will come to.
         children: those whom this node has brought it to, and nobody before.
+        is_foretold: whether all that it leads to elsewhere leads back to messages from here, as was
+            said when it came: then nothing else is needed.
+        unasked: those who are still to be asked to mark.
     """
 
     def __init__(
@@ -64,11 +87,14 @@ class Marking:
         self.needed: dict[int, set[int]] = {}
         self.leaves: list[Any] = []
         self.children: set[NodeId] = set()
+        self.is_foretold = True
+        self.unasked: dict[NodeId, Unasked] = {}
         self._me = me
         self._lock = threading.RLock()
         self._pending: list[Edge] = []
         self._visited: set[Any] = set()
         self._found: Found = {}
+        self._foretold: Found = {}
         self._received: dict[Origin, set[int]] = {}
         self._is_all = False
         self._runs: dict[int, Run] = {}
@@ -136,6 +162,13 @@ class Marking:
             self._walk()
             return True
 
+    def put_off(self, found: Found, forgotten: tuple[int, ...]) -> None:
+        """Have others mark what was found to be needed of them when they are started."""
+        for peer, wanted in found.items():
+            foretold = self._foretold.get(peer, {})
+            self.unasked[peer] = Unasked(wanted, foretold, forgotten)
+            self.children.add(peer)
+
     def settle(self) -> None:
         """Let go of what only more marking would need."""
         with self._lock:
@@ -183,16 +216,13 @@ class Marking:
 
     def _want(self, wanted: Wanted, by: NodeId) -> None:
         """Note that gradients of these tensors will come, and that what leads to them is needed."""
+        self.context.check(wanted, by)
         for number, tensors in wanted.items():
-            message = self.context.sent.get(number)
-            if message is None or message.peer != by:
-                raise ProtocolError("marking", why=f"no message {number} was sent there")
             known = self.needed.setdefault(number, set())
             new = tensors - known
-            if any(index >= len(message.edges) for index in new):
-                raise ProtocolError("marking", why=f"message {number} has no such tensor")
             known |= new
-            self._pending += [(message.edges[index].grad_fn, 0) for index in new]
+            edges = self.context.sent[number].edges
+            self._pending += [(edges[index].grad_fn, 0) for index in new]
 
     def _walk(self) -> Found:
         """Mark all that is to be marked; return what was found since this was called last."""
@@ -241,5 +271,16 @@ class Marking:
         known.add(index)
         if origin.peer == self._me:  # which needs no asking
             self._want({origin.message: {index}}, self._me)
+            return
+        _add(self._found.setdefault(origin.peer, {}), {origin.message: {index}})
+        leads_to: Sequence[Wanted] | None = node.leads_to
+        if leads_to is None:
+            self.is_foretold = False
         else:
-            self._found.setdefault(origin.peer, {}).setdefault(origin.message, set()).add(index)
+            _add(self._foretold.setdefault(origin.peer, {}), leads_to[index])
+            self._want(leads_to[index], origin.peer)
+
+
+def _add(wanted: dict[int, set[int]], more: Wanted) -> None:
+    for number, tensors in more.items():
+        wanted.setdefault(number, set()).update(tensors)

@@ -187,7 +187,9 @@ class Passes:
         """Start those whom this node has brought the marking to; return when all are done."""
 
         async def start(peer: NodeId) -> None:
-            answer = await self._peers.call(peer, START_SERVICE, order.encode())
+            answer: CborValue | Failure = await self._marker.asked(marking, peer)
+            if answer is None:
+                answer = await self._peers.call(peer, START_SERVICE, order.encode())
             if isinstance(answer, Failure):
                 run.fail(answer)
                 tasks.cancel_scope.cancel()
@@ -221,6 +223,8 @@ class Passes:
     async def _send(self, run: Run, to: NodeId, message: Gradients) -> None:
         current_context.set(None)  # it is part of no program's call
         try:
+            if (unasked := run.marking.unasked.get(to)) is not None:
+                await self._agent.bridge.until_done(unasked.is_over)
             await self._agent.send_gradients(to, message.arguments())
         except Exception as error:
             run.fail(self._peers.failure(error, to))

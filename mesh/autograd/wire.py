@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Set
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 
 from auth import IdentityError, NodeId
-from mesh.rpc.links import MAX_NUMBER, ContextId
-from mesh.rpc.values import MAX_TENSORS
+from mesh.rpc.links import MAX_NUMBER, ContextId, Wanted, decode_wanted, encode_wanted
 from tensor_bridge.fields import Fields
 from transport import CborValue, ProtocolError
 
@@ -34,7 +32,6 @@ __all__ = [
     "Marked",
     "MarkingId",
     "StartOrder",
-    "Wanted",
 ]
 
 MARK_SERVICE, START_SERVICE = "autograd.mark", "autograd.start"
@@ -49,9 +46,6 @@ _LINE = re.compile(r'File "(?:[^"\n]*[/\\])?([^"/\\\n]+)", line (\d+)')
 
 MarkingId = ContextId
 """Which node has begun a marking, and what number it gave it."""
-
-Wanted: TypeAlias = Mapping[int, Set[int]]
-"""Messages by their numbers, and which of their tensors a loss depends on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +71,7 @@ class MarkOrder:
             "marking": self.marking.encode(),
         }
         if self.wanted is not None:
-            value["wanted"] = _encode_wanted(self.wanted)
+            value["wanted"] = encode_wanted(self.wanted)
         if self.forgotten:
             value["forgotten"] = list(self.forgotten)
         return value
@@ -88,7 +82,7 @@ class MarkOrder:
         fields = Fields(value, "order to mark")
         context = ContextId.decode(fields.value("context"))
         marking = ContextId.decode(fields.value("marking"))
-        wanted = _decode_wanted(fields) if fields.has("wanted") else None
+        wanted = decode_wanted(fields.value("wanted"), MAX_MARKED) if fields.has("wanted") else None
         forgotten: tuple[int, ...] = ()
         if fields.has("forgotten"):
             forgotten = fields.integers("forgotten", longest=MAX_FORGOTTEN)
@@ -112,7 +106,7 @@ class Marked:
         """Return the message as it travels."""
         value: dict[str, CborValue] = {"first": self.is_first}
         if self.wanted:
-            value["wanted"] = _encode_wanted(self.wanted)
+            value["wanted"] = encode_wanted(self.wanted)
         return value
 
     @classmethod
@@ -120,7 +114,7 @@ class Marked:
         """Return the message in `value`."""
         fields = Fields(value, "answer about a marking")
         is_first = fields.flag("first")
-        wanted = _decode_wanted(fields) if fields.has("wanted") else {}
+        wanted = decode_wanted(fields.value("wanted"), MAX_MARKED) if fields.has("wanted") else {}
         fields.finish()
         return cls(is_first, wanted)
 
@@ -246,22 +240,3 @@ class Gradients:
                 context = ContextId.decode([owner, number])
                 return cls(context, ContextId.decode([root, marking]), run, message, gradients)
         raise ProtocolError("reading of gradients", why="they are none")
-
-
-def _encode_wanted(wanted: Wanted) -> list[CborValue]:
-    return [[number, list[CborValue](sorted(tensors))] for number, tensors in wanted.items()]
-
-
-def _decode_wanted(fields: Fields) -> dict[int, frozenset[int]]:
-    wanted: dict[int, frozenset[int]] = {}
-    for item in fields.items("wanted", MAX_MARKED):
-        match item:
-            case [int(number), [*tensors]] if (
-                number not in wanted
-                and 0 < len(tensors) <= MAX_TENSORS
-                and all(type(each) is int and each >= 0 for each in tensors)
-            ):
-                wanted[number] = frozenset(tensors)  # type: ignore[arg-type]
-            case _:
-                raise fields.wrong("'wanted' must be messages and tensors of them")
-    return wanted

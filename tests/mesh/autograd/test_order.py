@@ -11,7 +11,7 @@ import anyio
 import pytest
 import torch
 
-from mesh.autograd import BackwardError, run
+from mesh.autograd import BackwardError, contexts, run
 from mesh.autograd.nodes import Gate
 from mesh.autograd.run import Run
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
@@ -78,8 +78,11 @@ def once(a: Worker, b: Worker) -> None:
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
-async def test_a_run_begins_when_all_is_marked_that_the_root_asks_for(is_waited_for: bool) -> None:
+async def test_a_run_begins_when_all_is_marked_that_the_root_asks_for(
+    is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Marks come late where nobody waits for them: what they would have added is not run."""
+    monkeypatch.setattr(contexts, "foretold", lambda *_: None)
     async with workers(2, scale, timeout=2.0) as (a, b):
         marker = a.agent.autograd._passes._marker
         spread = marker._spread_in_thread
@@ -126,3 +129,20 @@ async def test_a_run_begins_when_all_is_marked_that_another_asks_for(is_waited_f
             with pytest.raises((BackwardError, KeyError)):
                 await in_thread(once, a, b)
         await quiet(a, b, c)
+
+
+@pytest.mark.parametrize("told", [None, ({},)])
+async def test_what_was_foretold_wrongly_ends_the_backward(
+    told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what nobody sends, and nothing is left out."""
+    foretold = contexts.foretold
+    monkeypatch.setattr(contexts, "foretold", (told and (lambda *_: told)) or foretold)
+    async with workers(2, scale, timeout=20.0) as (a, b):
+        if told is None:
+            await in_thread(twice, a, b)
+        else:
+            with pytest.raises(BackwardError, match="not what it has foretold") as raised:
+                await in_thread(twice, a, b)
+            assert a.agent.label(b.node_id) in str(raised.value)
+        await quiet(a, b)
