@@ -267,7 +267,8 @@ def define(number: int, template: Template) -> bytes:
 
 def release(handles: Sequence[int]) -> bytes:
     """Return the release of handles."""
-    return _COUNT_HEAD.pack(_RELEASE, len(handles)) + struct.pack(f"<{len(handles)}Q", *handles)
+    count = len(handles)
+    return struct.pack(f"<BI{count}Q", _RELEASE, count, *handles)
 
 
 def write(handle: int, offset: int, data: bytes | memoryview) -> bytes:
