@@ -46,7 +46,8 @@ def missing() -> str | None:
 
 def run(options: Options) -> tuple[list[Row], list[Shown]]:
     """Measure; return the rows and the ratios."""
-    orders = ("operation", "addition", "local", "remote", "captured", "up", "put", "down", "get", "chain")
+    adding = ("operation", "addition")
+    orders = (*adding, "local", "remote", "captured", "up", "put", "down", "get", "chain")
     found = _measure(LOOPBACK, LOOPBACK, orders, options)
     step = "training step of an encoder"
     rows = [
