@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mesh.device.client.tensors import is_mesh
+from mesh.device.client.tensors import Handle, handle_of, is_mesh
 
 __all__ = ["NotUnderstood", "Watch", "mode_of_torch", "random_states"]
 
@@ -64,7 +64,8 @@ class Watch:
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
         self._names: list[tuple[Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
         self._cells: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[torch.Tensor, object]] = []
+        self._here: list[tuple[torch.Tensor, object]] = []
+        self._there: list[tuple[Any, Handle]] = []
         self._left: deque[object] = deque(whole)
         while self._left:
             self._see(self._left.popleft())
@@ -80,7 +81,8 @@ class Watch:
                 len(table) == len(saved) and all(map(is_, saved, table.values()))
                 for table, saved in self._tables
             )
-            and all(_content(tensor) == saved for tensor, saved in self._tensors)
+            and all(each.untyped_storage()._mesh is handle for each, handle in self._there)
+            and all(_version(tensor) == saved for tensor, saved in self._here)
             and all(
                 len(items) == len(saved) and all(map(is_, saved, items))
                 for items, saved in self._lists
@@ -124,7 +126,10 @@ class Watch:
         hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or ()
         if tensor._backward_hooks or len(hooks) > _OWN_HOOKS:
             raise NotUnderstood("a tensor has hooks")
-        self._tensors.append((tensor, _content(tensor)))
+        if is_mesh(tensor):
+            self._there.append((tensor, handle_of(tensor)))
+        else:
+            self._here.append((tensor, _version(tensor)))
 
     def _see_table(self, table: dict[Any, Any]) -> None:
         if table:
@@ -215,13 +220,9 @@ def _anatomies(roots: Iterable[object]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _content(tensor: torch.Tensor) -> object:
-    """Return what tells a tensor's content from that of others: of one here, each version of it."""
-    if tensor.layout is not torch.strided:
-        return tensor._version
-    if is_mesh(tensor):
-        return id(tensor.untyped_storage()._mesh)  # type: ignore[attr-defined]
-    return (tensor.data_ptr(), tensor._version)
+def _version(tensor: torch.Tensor) -> object:
+    is_dense = tensor.layout is torch.strided
+    return (tensor.data_ptr() if is_dense else 0, tensor._version)
 
 
 def _inside(cell: Any) -> object:
