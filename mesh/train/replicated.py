@@ -229,16 +229,24 @@ class Replicated(abc.ABC):
             raise failure or CollectiveError("going on without lost devices", why=why)
         self._context.close()
         self._let_go()
-        self._context = DistributedContext(
-            [devices[rank] for rank in left], op="sum", timeout=self._timeout
-        )
-        self._context.open()
+        while True:
+            self._context = DistributedContext(
+                [devices[rank] for rank in left], op="sum", timeout=self._timeout
+            )
+            try:
+                self._context.open()
+                break
+            except RankLost as error:  # there is no way to it from another one of them
+                unreached = {left[rank] for rank in error.ranks}
+                left = [rank for rank in left if rank not in unreached]
+                if not unreached or not left:
+                    raise
         self._adopt([self._models[rank] for rank in left])
         self._go_on_with(left)
         for model in self._models:
             model.zero_grad()
         self._reduced = []
-        return gone
+        return tuple(device for rank, device in enumerate(devices) if rank not in left)
 
     def state(self) -> dict[str, Any]:
         """Return model and optimizer as they are on all devices."""
