@@ -86,7 +86,7 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in groups}
     counts: dict[str, int] = {}
     for name, pipes in groups.items():  # warm, and how many calls a turn takes
-        once = _ask(pipes, operation, nbytes, 3)
+        once = _ask(pipes, operation, nbytes, 1)  # and another before it: large ones take seconds
         counts[name] = max(1, min(options.calls, int(TURN_SECONDS / once)))
     for _ in range(options.rounds):
         for name, pipes in groups.items():

@@ -63,11 +63,15 @@ class Rounds:
     def __enter__(self) -> Self:
         board = self._board
         board.in_use.acquire()
-        failure = self._operation.exchange.failure
-        if board.is_closed or failure is not None:
-            error = self._closed() if board.is_closed or failure is None else self._broken(failure)
+        try:
+            failure = self._operation.exchange.failure
+            if board.is_closed:
+                raise self._closed()
+            if failure is not None:
+                raise self._broken(failure)
+        except BaseException:
             board.in_use.release()
-            raise error
+            raise
         return self
 
     def __exit__(
