@@ -21,7 +21,7 @@ from transport import EndpointConfig
 
 __all__ = ["CONFIG", "Peer", "client", "peer"]
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=1.0, linger=0.5)
+CONFIG = EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=1.0, linger=0.5)
 
 
 class Peer:
