@@ -157,6 +157,11 @@ class Agent:
         """Who this is."""
         return self._node.node_id
 
+    @property
+    def max_streams(self) -> int:
+        """Streams that a peer may have open here, but for calls that it answers."""
+        return self._node.endpoint.config.max_streams
+
     def label(self, node_id: NodeId) -> str:
         """Return the name of a node for messages."""
         return self._node.label(node_id)
