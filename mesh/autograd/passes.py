@@ -19,6 +19,7 @@ import anyio.to_thread
 import torch
 
 from auth import MeshError, NodeId
+from mesh.autograd.claims import Claims
 from mesh.autograd.contexts import Context, Contexts
 from mesh.autograd.errors import BackwardError
 from mesh.autograd.marker import Marker
@@ -64,11 +65,13 @@ class Passes:
         self._contexts = contexts
         self._peers = Peers(agent, contexts)
         self._marker = Marker(agent, contexts, self._peers)
+        self._claims = Claims(agent, contexts, self._peers)
         self._running: Counter[NodeId] = Counter()
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers that may call this node."""
         self._marker.register(endpoint)
+        self._claims.register(endpoint)
         endpoint.register_call(START_SERVICE, self._answer_start, scope=SCOPE)
 
     @property
@@ -92,13 +95,16 @@ class Passes:
         """
         seconds = float(self._agent.timeout)
         marking = self._marker.marked(context, losses, fast=fast, seconds=seconds)
-        run = marking.begin()
+        run = self._claims.claimed(marking, seconds)
         order = StartOrder(context.id, marking.id, run.number, retain_graph, seconds)
         below = None
         try:
-            if marking.children:
-                below = self._agent.bridge.start(lambda: self._start_children(marking, run, order))
-            self._execute(run, order, losses)
+            if run.claim():  # else the context has ended meanwhile
+                if marking.children:
+                    below = self._agent.bridge.start(
+                        lambda: self._start_children(marking, run, order)
+                    )
+                self._execute(run, order, losses)
             if below is not None and run.failure is None:
                 self._agent.bridge.wait(below)
         finally:
@@ -107,6 +113,8 @@ class Passes:
             marking.end(run)
             self._marker.keep(marking, losses, run, reusable=retain_graph and not fast)
         if run.failure is not None:
+            if marking.lenders > 1:
+                self._claims.give_up(marking, run)  # where it was not started any more
             raise self._peers.error(run.failure)
 
     def take(self, by: NodeId, gradients: Gradients) -> None:
@@ -141,6 +149,8 @@ class Passes:
         for marking in markings:
             for run in marking.runs():
                 run.fail(self._peers.failure(why))
+                if run.claim():  # and nobody begins it any more
+                    run.leaves.restore()
 
     # -- runs
 
@@ -214,8 +224,8 @@ class Passes:
         marking = run.marking
         message = Gradients(marking.context.id, marking.id, run.number, origin.message, gradients)
         if origin.peer == self._agent.node_id:
-            run.put(origin.message, gradients)
-            run.delivered()
+            run.put(origin.message, list(gradients))
+            run.delivered(gradients)
             return
         send = partial(self._send, run, origin.peer, message)
         self._agent.bridge.call_soon(lambda: self._agent.start_soon(send))
@@ -229,4 +239,4 @@ class Passes:
         except Exception as error:
             run.fail(self._peers.failure(error, to))
         else:
-            run.delivered()
+            run.delivered(message.gradients)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from mesh.autograd.wire import Failure, Marked, MarkOrder, StartOrder
+from mesh.autograd.wire import Claimed, ClaimOrder, Failure, Marked, MarkOrder, StartOrder
 from mesh.rpc.links import ContextId, Link
 from tests.parsers.of_auth import node_ids
 from tests.parsers.parser import Parser
@@ -60,11 +60,29 @@ PARSERS = [
         name="autograd.marked",
         covers=("mesh.autograd.wire.Marked.decode",),
         form="message",
-        values=st.builds(Marked, st.booleans(), _wanted),
+        values=st.builds(Marked, st.booleans(), _wanted, st.integers(0, 1 << 20)),
         write=Marked.encode,
         read=Marked.decode,
         refuses=(ProtocolError,),
         is_canonical=False,  # as that
+    ),
+    Parser(
+        name="autograd.claim",
+        covers=("mesh.autograd.wire.ClaimOrder.decode",),
+        form="message",
+        values=st.builds(ClaimOrder, _contexts, _contexts, _numbers, _numbers, st.booleans()),
+        write=ClaimOrder.encode,
+        read=ClaimOrder.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="autograd.claimed",
+        covers=("mesh.autograd.wire.Claimed.decode",),
+        form="message",
+        values=st.builds(Claimed, st.booleans()),
+        write=Claimed.encode,
+        read=Claimed.decode,
+        refuses=(ProtocolError,),
     ),
     Parser(
         name="autograd.start",
