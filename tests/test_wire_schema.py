@@ -161,7 +161,8 @@ async def test_gradients_keep_to_the_schema(frames, monkeypatch):
         with a.context() as context_id:
             loss = a.call(b, scale, x * a.weight).sum()
             a.backward(context_id, loss, retain_graph=True)
-            a.backward(context_id, loss, fast=True)
+            a.backward(context_id, loss, fast=True, retain_graph=True)
+            a.backward(context_id, loss, atomic=True)
             with pytest.raises(RuntimeError):
                 a.backward(context_id, a.call(b, fail, x).sum())
 
@@ -174,7 +175,7 @@ async def test_gradients_keep_to_the_schema(frames, monkeypatch):
     for data in frames:
         SCHEMA.validate_cbor(data)
     said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
-    services = {"mark", "claim", "start", "release"}
+    services = {"mark", "claim", "start", "settle", "release"}
     assert said >= {"rpc.call", *(f"autograd.{each}" for each in services)}
 
 

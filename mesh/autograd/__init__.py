@@ -17,6 +17,7 @@ marker             who is asked for that, on all nodes
 foresight          what answers say of it beforehand
 claims             parameters that reducers read, on several nodes
 run                one node's part of one backward
+commits            gradients that count if all has succeeded
 leaves, reducers   where the gradients go
 passes             backwards across nodes
 participant        all of that, for one node

@@ -12,17 +12,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
 
 from mesh.autograd import reducers
-from mesh.autograd.contexts import Context
+from mesh.autograd.contexts import Aside, Context
 from mesh.rpc.errors import RpcTimeout
 from mesh.rpc.workers import may_block
 
-__all__ = ["Leaves", "Rank"]
+__all__ = ["Leaves", "Rank", "add_all"]
 
 Rank: TypeAlias = tuple[Any, ...]
 """The age of a backward, and who has begun it: the lower, the older."""
@@ -36,10 +36,14 @@ class Leaves:
 
     Args:
         context: what the gradients go to.
+
+    Attributes:
+        aside: what they go to instead, if they are put aside.
     """
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self._into: Context | Aside = context
+        self.aside: Aside | None = None
         self._lock = threading.Lock()
         self._is_over = False
         self._claimed: frozenset[int] | None = None
@@ -47,6 +51,10 @@ class Leaves:
         self._open: dict[torch.Tensor, torch.Tensor | None] = {}
         self._lent: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._shared: dict[int, torch.Tensor] = {}
+
+    def put_aside(self) -> None:
+        """Have the gradients go elsewhere than to the context, where they count for nothing yet."""
+        self._into = self.aside = Aside()
 
     def claim(self, nodes: Iterable[Any], rank: Rank | None, seconds: float = 0.0) -> bool:
         """Have what reducers read of these leaves for this run alone, until it is `restore`d.
@@ -124,8 +132,8 @@ class Leaves:
             if gradient is not None:
                 # What the reducer has made a part of its own memory, it writes to again.
                 is_own = gradient._base is None
-                with self._context.gradients_lock:
-                    self._context.gradients[leaf] = gradient if is_own else gradient.clone()
+                with self._into.gradients_lock:
+                    self._into.gradients[leaf] = gradient if is_own else gradient.clone()
         self._handles, self._open, self._lent, self._shared = [], {}, [], {}
         with self._lock:
             self._is_over = True
@@ -153,33 +161,28 @@ class Leaves:
 
     def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
         """Do what the leaf's node would, with the context's gradient."""
-        gradients = self._context.gradients
-        with self._context.gradients_lock, torch.no_grad():
-            known = gradients.get(leaf)
-            if known is None:
+        with self._into.gradients_lock:
+            if leaf not in self._into.gradients:
                 is_shared = is_shared or id(gradient) in self._shared
                 if is_shared:
                     self._shared[id(gradient)] = gradient  # its next holder has it not alone, too
-                gradients[leaf] = _own(leaf, gradient, is_shared=is_shared)
-            elif known.layout is torch.strided:
-                known.add_(gradient)
-            else:
-                gradients[leaf] = known + gradient
+                gradient = _own(leaf, gradient, is_shared=is_shared)
+            _add(self._into.gradients, leaf, gradient)
 
     def _lend_all_along(self, leaf: torch.Tensor) -> None:
         self._lent.append((leaf, leaf.grad))
-        with self._context.gradients_lock:
-            leaf.grad = self._context.gradients.get(leaf)
+        with self._into.gradients_lock:
+            leaf.grad = self._into.gradients.get(leaf)
 
     def _lend(self, node: Any, is_mine: Callable[[], bool]) -> list[Any]:
-        leaf, gradients = node.variable, self._context.gradients
+        leaf, gradients = node.variable, self._into.gradients
 
         def before(_: Any) -> None:
             if not is_mine():
                 return
             _loans.take({id(leaf)}, None, 0.0, lambda: False)
             self._open[leaf] = leaf.grad
-            with self._context.gradients_lock:
+            with self._into.gradients_lock:
                 leaf.grad = gradients.get(leaf)
 
         def after(*_: Any) -> None:
@@ -188,7 +191,7 @@ class Leaves:
             previous = self._open.pop(leaf)
             gradient, leaf.grad = leaf.grad, previous
             if gradient is not None:
-                with self._context.gradients_lock:
+                with self._into.gradients_lock:
                     gradients[leaf] = gradient
             _loans.give({id(leaf)})
 
@@ -230,6 +233,27 @@ class _Loans:
 
 
 _loans = _Loans()
+
+
+def add_all(context: Context, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Add gradients that were put aside to those of a context; not in the event loop."""
+    with context.gradients_lock:
+        for leaf, gradient in gradients.items():
+            _add(context.gradients, leaf, gradient)
+
+
+def _add(
+    gradients: dict[torch.Tensor, torch.Tensor], leaf: torch.Tensor, gradient: torch.Tensor
+) -> None:
+    """Add a gradient; the first of a leaf stays itself, and must be nobody else's."""
+    known = gradients.get(leaf)
+    with torch.no_grad():
+        if known is None:
+            gradients[leaf] = gradient
+        elif known.layout is torch.strided:
+            known.add_(gradient)
+        else:
+            gradients[leaf] = known + gradient
 
 
 def _is_watched(node: Any) -> bool:

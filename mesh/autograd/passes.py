@@ -20,6 +20,7 @@ import torch
 
 from auth import MeshError, NodeId
 from mesh.autograd.claims import Claims
+from mesh.autograd.commits import Commits
 from mesh.autograd.contexts import Context, Contexts
 from mesh.autograd.errors import BackwardError
 from mesh.autograd.marker import Marker
@@ -66,12 +67,14 @@ class Passes:
         self._peers = Peers(agent, contexts)
         self._marker = Marker(agent, contexts, self._peers)
         self._claims = Claims(agent, contexts, self._peers)
+        self._commits = Commits(agent, contexts, self._peers)
         self._running: Counter[NodeId] = Counter()
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers that may call this node."""
         self._marker.register(endpoint)
         self._claims.register(endpoint)
+        self._commits.register(endpoint)
         endpoint.register_call(START_SERVICE, self._answer_start, scope=SCOPE)
 
     @property
@@ -86,6 +89,7 @@ class Passes:
         *,
         retain_graph: bool,
         fast: bool,
+        atomic: bool,
     ) -> None:
         """Go backward from these losses, here and wherever they lead; for threads.
 
@@ -96,7 +100,7 @@ class Passes:
         seconds = float(self._agent.timeout)
         marking = self._marker.marked(context, losses, fast=fast, seconds=seconds)
         run = self._claims.claimed(marking, seconds)
-        order = StartOrder(context.id, marking.id, run.number, retain_graph, seconds)
+        order = StartOrder(context.id, marking.id, run.number, retain_graph, seconds, atomic)
         below = None
         try:
             if run.claim():  # else the context has ended meanwhile
@@ -107,6 +111,8 @@ class Passes:
                 self._execute(run, order, losses)
             if below is not None and run.failure is None:
                 self._agent.bridge.wait(below)
+            if atomic and run.failure is None:
+                run.failure = self._commits.commit(marking, run, seconds)
         finally:
             if below is not None:
                 below.cancel()
@@ -115,6 +121,8 @@ class Passes:
         if run.failure is not None:
             if marking.lenders > 1:
                 self._claims.give_up(marking, run)  # where it was not started any more
+            if atomic:
+                self._commits.let_go(marking, run)
             raise self._peers.error(run.failure)
 
     def take(self, by: NodeId, gradients: Gradients) -> None:
@@ -174,14 +182,19 @@ class Passes:
             return self._peers.failure(error).encode()
         marking.settle()
         self._running[by] += 1
-        token = current_context.set(context.id)
+        token, is_kept = current_context.set(context.id), False
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._start_children, marking, run, order)
                 await self._peers.in_thread(lambda: self._execute(run, order, ()))
                 if run.failure is not None:
                     tasks.cancel_scope.cancel()
+            if order.puts_aside and run.failure is None:
+                self._commits.keep(marking, run)
+                is_kept = True
             failure = run.failure
+        except LimitExceeded as error:
+            failure = self._peers.failure(error)
         finally:
             run.fail(self._peers.failure(BackwardError("backward", why="it was cancelled")))
             current_context.reset(token)
@@ -189,6 +202,8 @@ class Passes:
             if not self._running[by]:
                 del self._running[by]
             marking.end(run)
+            if order.puts_aside and not is_kept:
+                self._agent.start_soon(partial(self._commits.dropped, marking, run))
             if not order.retain_graph:
                 context.markings.pop(marking.id, None)
         return None if failure is None else failure.encode()
@@ -209,6 +224,8 @@ class Passes:
                 tasks.start_soon(start, peer)
 
     def _execute(self, run: Run, order: StartOrder, losses: Sequence[torch.Tensor]) -> None:
+        if order.puts_aside:
+            run.leaves.put_aside()
         try:
             run.execute(losses, self._post, retain_graph=order.retain_graph, seconds=order.seconds)
         except Aborted:

@@ -4,6 +4,7 @@
 ``autograd.mark``     a call: `MarkOrder` in; `Marked` or a `Failure` out
 ``autograd.claim``    a call: `ClaimOrder` in; `Claimed` or a `Failure` out
 ``autograd.start``    a call: `StartOrder` in; out, when all is done, nothing or a `Failure`
+``autograd.settle``   a call: `SettleOrder` in; nothing or a `Failure` out
 ``autograd.release``  a call: a context's id in; out, when it is freed, nothing
 ====================  ==========================================================================
 
@@ -27,6 +28,7 @@ __all__ = [
     "CLAIM_SERVICE",
     "MARK_SERVICE",
     "RELEASE_SERVICE",
+    "SETTLE_SERVICE",
     "START_SERVICE",
     "ClaimOrder",
     "Claimed",
@@ -34,12 +36,14 @@ __all__ = [
     "Gradients",
     "MarkOrder",
     "Marked",
+    "SettleOrder",
     "MarkingId",
     "StartOrder",
 ]
 
 MARK_SERVICE, START_SERVICE = "autograd.mark", "autograd.start"
-CLAIM_SERVICE, RELEASE_SERVICE = "autograd.claim", "autograd.release"
+CLAIM_SERVICE, SETTLE_SERVICE = "autograd.claim", "autograd.settle"
+RELEASE_SERVICE = "autograd.release"
 
 MAX_MARKED = 2048
 """Most messages in one order: with their tensors, they have to fit into a frame."""
@@ -199,6 +203,7 @@ class StartOrder:
         run: which run through it this is.
         retain_graph: keep the graph, and the marking, for another run.
         seconds: how long it may take; 0 for as long as it likes.
+        puts_aside: put the gradients aside, until a `SettleOrder` says what is to be of them.
     """
 
     context: ContextId
@@ -206,6 +211,7 @@ class StartOrder:
     run: int
     retain_graph: bool
     seconds: float
+    puts_aside: bool = False
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
@@ -215,6 +221,7 @@ class StartOrder:
             "run": self.run,
             "retain_graph": self.retain_graph,
             "seconds": self.seconds,
+            "puts_aside": self.puts_aside,
         }
 
     @classmethod
@@ -228,8 +235,44 @@ class StartOrder:
         seconds = fields.value("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < 1e9:
             raise fields.wrong("'seconds' is no time limit")
+        puts_aside = fields.flag("puts_aside")
         fields.finish()
-        return cls(context, marking, run, retain_graph, seconds)
+        return cls(context, marking, run, retain_graph, seconds, puts_aside)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SettleOrder:
+    """Do with the gradients of a run that were put aside as this says.
+
+    Attributes:
+        context, marking, run: which run.
+        counts: whether they are the context's, now; if not, let go of them.
+    """
+
+    context: ContextId
+    marking: MarkingId
+    run: int
+    counts: bool
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {
+            "context": self.context.encode(),
+            "marking": self.marking.encode(),
+            "run": self.run,
+            "counts": self.counts,
+        }
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "order about gradients")
+        context = ContextId.decode(fields.value("context"))
+        marking = ContextId.decode(fields.value("marking"))
+        run = fields.integer("run", high=MAX_NUMBER)
+        counts = fields.flag("counts")
+        fields.finish()
+        return cls(context, marking, run, counts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

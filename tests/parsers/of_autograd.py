@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from mesh.autograd.wire import Claimed, ClaimOrder, Failure, Marked, MarkOrder, StartOrder
+from mesh.autograd.wire import (
+    Claimed,
+    ClaimOrder,
+    Failure,
+    Marked,
+    MarkOrder,
+    SettleOrder,
+    StartOrder,
+)
 from mesh.rpc.links import ContextId, Link
 from tests.parsers.of_auth import node_ids
 from tests.parsers.parser import Parser
@@ -89,10 +97,25 @@ PARSERS = [
         covers=("mesh.autograd.wire.StartOrder.decode",),
         form="message",
         values=st.builds(
-            StartOrder, _contexts, _contexts, _numbers, st.booleans(), st.floats(0, 1e6)
+            StartOrder,
+            _contexts,
+            _contexts,
+            _numbers,
+            st.booleans(),
+            st.floats(0, 1e6),
+            st.booleans(),
         ),
         write=StartOrder.encode,
         read=StartOrder.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="autograd.settle",
+        covers=("mesh.autograd.wire.SettleOrder.decode",),
+        form="message",
+        values=st.builds(SettleOrder, _contexts, _contexts, _numbers, st.booleans()),
+        write=SettleOrder.encode,
+        read=SettleOrder.decode,
         refuses=(ProtocolError,),
     ),
     Parser(
