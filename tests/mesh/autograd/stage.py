@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def forward(x: torch.Tensor, rank: int, last: int, dying: int) -> torch.Tensor:
     """Go through this stage and those behind it."""
     y = torch.tanh(x @ weight)
     if rank == dying:
-        y.register_hook(lambda _: os._exit(9))
+        y.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     return y if rank == last else rpc.rpc_sync(rank + 1, forward, (y, rank + 1, last, dying))
 
 
