@@ -204,6 +204,8 @@ class Driver:
             with _Contained(core):
                 others = core.receive_batch(self._buffer, size, segment, source, now)
             now = self._charge(core, now)
+            if not others:
+                return now
         for start, stop in others:
             data = bytes(self._buffer[start:stop])
             target = self.demux.route(data, source, now)

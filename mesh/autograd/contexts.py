@@ -19,8 +19,9 @@ import torch
 
 from auth import NodeId
 from mesh.autograd.errors import ContextGone
+from mesh.autograd.foresight import foretold
 from mesh.autograd.nodes import sent
-from mesh.rpc.links import MAX_CLOCK, ContextId, Link
+from mesh.rpc.links import MAX_CLOCK, ContextId, Link, Wanted
 from transport import LimitExceeded, ProtocolError
 
 if TYPE_CHECKING:
@@ -117,7 +118,22 @@ class Context:
             if not self.is_over:
                 shapes = tuple(each.shape for each in tensors)
                 self.sent[number] = Sent(clock, to, edges, shapes)
-        return Link(self.id, number, clock)
+        # Who has called here may go backward from what it gets.
+        leads_to = foretold(edges, to, self.id) if to in self.callers else None
+        return Link(self.id, number, clock, leads_to)
+
+    def check(self, wanted: Wanted, by: NodeId) -> None:
+        """Check that `by` has got these tensors of messages.
+
+        Raises:
+            ProtocolError: it has not.
+        """
+        for number, tensors in wanted.items():
+            message = self.sent.get(number)
+            if message is None or message.peer != by:
+                raise ProtocolError("marking", why=f"no message {number} was sent there")
+            if max(tensors) >= len(message.edges):
+                raise ProtocolError("marking", why=f"message {number} has no such tensor")
 
     def receive(self, by: NodeId, link: Link, node: Any) -> None:
         """Record a message that has come.

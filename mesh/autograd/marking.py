@@ -8,8 +8,11 @@ needed of it, and nobody marks any more: a diffusing computation (Dijkstra and S
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import torch
@@ -19,13 +22,17 @@ from mesh.autograd.contexts import Context
 from mesh.autograd.errors import BackwardError
 from mesh.autograd.nodes import FIRST, LAST, Origin, is_received
 from mesh.autograd.run import Run
-from mesh.autograd.wire import MarkingId
-from transport import LimitExceeded, ProtocolError
+from mesh.autograd.wire import MAX_MARKED, MarkingId
+from mesh.rpc.links import Wanted
+from transport import LimitExceeded
 
 __all__ = ["Edge", "Found", "Marking"]
 
 MAX_RUNS = 64
 """Most runs of a marking at a time; those ahead of their start included."""
+
+NODES_NOW = 256
+"""Most nodes that are marked in the event loop: some hundred microseconds."""
 
 Found: TypeAlias = dict[NodeId, dict[int, set[int]]]
 """Tensors that were found to be needed: by sender, by message, which of it."""
@@ -34,6 +41,23 @@ Edge: TypeAlias = tuple[Any, int]
 """A node of the graph, and which of its outputs."""
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unasked:
+    """What a node is still to be asked to mark.
+
+    Attributes:
+        wanted: messages of its.
+        foretold: messages from here that it must find them to depend on.
+        forgotten: markings of this node's that it may forget.
+        is_over: done when it has been asked, or nobody asks any more.
+    """
+
+    wanted: Wanted
+    foretold: Wanted
+    forgotten: tuple[int, ...]
+    is_over: Future[None] = dataclasses.field(default_factory=Future)
 
 
 class Marking:
@@ -49,6 +73,9 @@ class Marking:
         needed: messages of this node's, and which of their tensors gradients will come for.
         leaves: the nodes at the leaves that gradients will come to.
         children: those whom this node has brought it to, and nobody before.
+        is_foretold: whether all that it leads to elsewhere leads back to messages from here, as was
+            said when it came: then nothing else is needed.
+        unasked: those who are still to be asked to mark.
     """
 
     def __init__(
@@ -60,9 +87,14 @@ class Marking:
         self.needed: dict[int, set[int]] = {}
         self.leaves: list[Any] = []
         self.children: set[NodeId] = set()
+        self.is_foretold = True
+        self.unasked: dict[NodeId, Unasked] = {}
         self._me = me
         self._lock = threading.RLock()
+        self._pending: list[Edge] = []
         self._visited: set[Any] = set()
+        self._found: Found = {}
+        self._foretold: Found = {}
         self._received: dict[Origin, set[int]] = {}
         self._is_all = False
         self._runs: dict[int, Run] = {}
@@ -76,9 +108,10 @@ class Marking:
             BackwardError: the graph leads into another context.
         """
         with self._lock:
-            return self._without_self(self._traverse(edges))
+            self._pending += edges
+            return self._walk()
 
-    def mark(self, wanted: Mapping[int, Iterable[int]], by: NodeId) -> Found:
+    def mark(self, wanted: Wanted, by: NodeId) -> Found:
         """Mark what leads to messages that `by` got; return as `reach`.
 
         Raises:
@@ -86,7 +119,34 @@ class Marking:
             BackwardError: as `reach`.
         """
         with self._lock:
-            return self._without_self(self._mark(wanted, by))
+            self._want(wanted, by)
+            return self._walk()
+
+    def mark_now(
+        self, wanted: Wanted, by: NodeId, *, leading_to: NodeId | None = None
+    ) -> Found | None:
+        """Do the same in a moment; raise as `mark`.
+
+        Args:
+            wanted, by: as `mark`.
+            leading_to: the one node that it may lead to, if not to any.
+
+        Returns:
+            As `mark`; None if it takes longer, or leads elsewhere: then `mark` is to go on.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._want(wanted, by)
+            if not self._has_walked(NODES_NOW):
+                return None
+            is_there = leading_to is None or (
+                self._found.keys() <= {leading_to}
+                and len(self._found.get(leading_to, ())) <= MAX_MARKED
+            )
+            return self._walk() if is_there else None
+        finally:
+            self._lock.release()
 
     def mark_all(self) -> bool:
         """Mark every message that was sent from here; return whether that is news."""
@@ -96,17 +156,23 @@ class Marking:
             self._is_all = True
             with self.context.lock:
                 everything = dict(self.context.sent)
-            edges: list[Edge] = []
             for number, message in everything.items():
                 self.needed[number] = set(range(len(message.edges)))
-                edges += [(edge.grad_fn, 0) for edge in message.edges]
-            self._traverse(edges)
+                self._pending += [(edge.grad_fn, 0) for edge in message.edges]
+            self._walk()
             return True
+
+    def put_off(self, found: Found, forgotten: tuple[int, ...]) -> None:
+        """Have others mark what was found to be needed of them when they are started."""
+        for peer, wanted in found.items():
+            foretold = self._foretold.get(peer, {})
+            self.unasked[peer] = Unasked(wanted, foretold, forgotten)
+            self.children.add(peer)
 
     def settle(self) -> None:
         """Let go of what only more marking would need."""
         with self._lock:
-            self._visited = set()
+            self._pending, self._visited = [], set()
 
     # -- runs
 
@@ -148,38 +214,35 @@ class Marking:
 
     # -- with the lock held
 
-    def _without_self(self, found: Found) -> Found:
-        """Mark what a node's messages to itself lead to, until none is left."""
-        while own := found.pop(self._me, None):
-            for peer, messages in self._mark(own, self._me).items():
-                theirs = found.setdefault(peer, {})
-                for number, tensors in messages.items():
-                    theirs.setdefault(number, set()).update(tensors)
+    def _want(self, wanted: Wanted, by: NodeId) -> None:
+        """Note that gradients of these tensors will come, and that what leads to them is needed."""
+        self.context.check(wanted, by)
+        for number, tensors in wanted.items():
+            known = self.needed.setdefault(number, set())
+            new = tensors - known
+            known |= new
+            edges = self.context.sent[number].edges
+            self._pending += [(edges[index].grad_fn, 0) for index in new]
+
+    def _walk(self) -> Found:
+        """Mark all that is to be marked; return what was found since this was called last."""
+        self._has_walked(math.inf)
+        found, self._found = self._found, {}
         return found
 
-    def _mark(self, wanted: Mapping[int, Iterable[int]], by: NodeId) -> Found:
-        edges: list[Edge] = []
-        for number, tensors in wanted.items():
-            message = self.context.sent.get(number)
-            if message is None or message.peer != by:
-                raise ProtocolError("marking", why=f"no message {number} was sent there")
-            known = self.needed.setdefault(number, set())
-            new = set(tensors) - known
-            if any(index >= len(message.edges) for index in new):
-                raise ProtocolError("marking", why=f"message {number} has no such tensor")
-            known |= new
-            edges += [(message.edges[index].grad_fn, 0) for index in new]
-        return self._traverse(edges)
-
-    def _traverse(self, edges: Iterable[Edge]) -> Found:
-        found: Found = {}
-        visited = self._visited
-        pending = list(edges)
+    def _has_walked(self, most: float) -> bool:
+        """Mark what is to be marked, so many nodes of it; return whether that was all."""
+        pending, visited = self._pending, self._visited
         while pending:
+            if most <= 0:
+                return False
+            most -= 1
             node, index = pending.pop()
+            if node is None:
+                continue
             if is_received(node):
-                self._found(found, node, index)
-            if node is None or node in visited:
+                self._reached(node, index)
+            if node in visited:
                 continue
             visited.add(node)
             if is_received(node):
@@ -190,9 +253,10 @@ class Marking:
                 if node._sequence_nr() == LAST:
                     node._set_sequence_nr(LAST + 1)  # every thread counts from there
                 pending.extend(node.next_functions)
-        return found
+        return True
 
-    def _found(self, found: Found, node: Any, index: int) -> None:
+    def _reached(self, node: Any, index: int) -> None:
+        """Note a tensor that a message brought, which its sender is to be asked for."""
         origin: Origin = node.origin
         if origin.context != self.context.id:
             raise BackwardError(
@@ -202,6 +266,21 @@ class Marking:
                 fix="Detach what is kept from one context to the next.",
             )
         known = self._received.setdefault(origin, set())
-        if index not in known:
-            known.add(index)
-            found.setdefault(origin.peer, {}).setdefault(origin.message, set()).add(index)
+        if index in known:
+            return
+        known.add(index)
+        if origin.peer == self._me:  # which needs no asking
+            self._want({origin.message: {index}}, self._me)
+            return
+        _add(self._found.setdefault(origin.peer, {}), {origin.message: {index}})
+        leads_to: Sequence[Wanted] | None = node.leads_to
+        if leads_to is None:
+            self.is_foretold = False
+        else:
+            _add(self._foretold.setdefault(origin.peer, {}), leads_to[index])
+            self._want(leads_to[index], origin.peer)
+
+
+def _add(wanted: dict[int, set[int]], more: Wanted) -> None:
+    for number, tensors in more.items():
+        wanted.setdefault(number, set()).update(tensors)

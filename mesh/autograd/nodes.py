@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from auth import NodeId
 from mesh.autograd.errors import BackwardError
-from mesh.rpc.links import ContextId
+from mesh.rpc.links import ContextId, Wanted
 
 if TYPE_CHECKING:
     from mesh.autograd.run import Run
@@ -59,11 +59,19 @@ def sent(message: int, index: int, tensor: torch.Tensor) -> torch.Tensor:
     return edge
 
 
-def received(origin: Origin, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return `tensors`, which came with a message, as what its sender's graph goes on in."""
+def received(
+    origin: Origin, tensors: Sequence[torch.Tensor], leads_to: Sequence[Wanted] | None
+) -> tuple[torch.Tensor, ...]:
+    """Return `tensors`, which came with a message, as what its sender's graph goes on in.
+
+    Args:
+        origin: the message.
+        tensors: those of it that want gradients.
+        leads_to: what each depends on here, if it depends on nothing else.
+    """
     with torch.enable_grad():
         hidden = [tensor.requires_grad_(False) for tensor in tensors]
-        return RpcRecv.apply(_anchor, origin, hidden)  # type: ignore[no-untyped-call, no-any-return]
+        return RpcRecv.apply(_anchor, origin, hidden, leads_to)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def is_received(node: object) -> bool:
@@ -110,9 +118,9 @@ class RpcRecv(Function):
     """One for a message. Its tensors come in a list: as inputs they would come out as views."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, origin: Origin, tensors: Any) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, origin: Origin, tensors: Any, leads_to: Any) -> Any:
         """Return the tensors."""
-        ctx.origin = origin
+        ctx.origin, ctx.leads_to = origin, leads_to
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
@@ -120,7 +128,7 @@ class RpcRecv(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Send their gradients."""
         run_now().send(ctx.origin, list(gradients))
-        return None, None, None
+        return None, None, None, None
 
 
 class Gate(Function):

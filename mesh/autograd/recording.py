@@ -87,11 +87,18 @@ class Recorder:
         def record(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             if not tensors:
                 raise ProtocolError("a call", why="none of its tensors wants the gradient it says")
-            outputs = received(Origin(link.context, by, link.message), tensors)
+            leads_to = link.leads_to
+            if leads_to is not None and len(leads_to) != len(tensors):
+                raise ProtocolError("a call", why="it says of other tensors what they depend on")
+            outputs = received(Origin(link.context, by, link.message), tensors, leads_to)
             context.receive(by, link, outputs[0].grad_fn)
             return outputs
 
         context.hear(link)
+        with context.lock:
+            if not context.is_over:
+                for each in link.leads_to or ():
+                    context.check(each, by)
         return record
 
     def answered(

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 
 from auth import IdentityError, NodeId
-from mesh.rpc.links import MAX_NUMBER, ContextId
-from mesh.rpc.values import MAX_TENSORS
+from mesh.rpc.links import MAX_NUMBER, ContextId, Wanted, decode_wanted, encode_wanted
 from tensor_bridge.fields import Fields
 from transport import CborValue, ProtocolError
 
@@ -34,7 +32,6 @@ __all__ = [
     "Marked",
     "MarkingId",
     "StartOrder",
-    "Wanted",
 ]
 
 MARK_SERVICE, START_SERVICE = "autograd.mark", "autograd.start"
@@ -49,9 +46,6 @@ _LINE = re.compile(r'File "(?:[^"\n]*[/\\])?([^"/\\\n]+)", line (\d+)')
 
 MarkingId = ContextId
 """Which node has begun a marking, and what number it gave it."""
-
-Wanted = Mapping[int, frozenset[int]]
-"""Messages by their numbers, and which of their tensors a loss depends on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,10 +71,7 @@ class MarkOrder:
             "marking": self.marking.encode(),
         }
         if self.wanted is not None:
-            value["wanted"] = [
-                [number, list[CborValue](sorted(tensors))]
-                for number, tensors in self.wanted.items()
-            ]
+            value["wanted"] = encode_wanted(self.wanted)
         if self.forgotten:
             value["forgotten"] = list(self.forgotten)
         return value
@@ -91,19 +82,7 @@ class MarkOrder:
         fields = Fields(value, "order to mark")
         context = ContextId.decode(fields.value("context"))
         marking = ContextId.decode(fields.value("marking"))
-        wanted: dict[int, frozenset[int]] | None = None
-        if fields.has("wanted"):
-            wanted = {}
-            for item in fields.items("wanted", MAX_MARKED):
-                match item:
-                    case [int(number), [*tensors]] if (
-                        number not in wanted
-                        and 0 < len(tensors) <= MAX_TENSORS
-                        and all(type(each) is int and each >= 0 for each in tensors)
-                    ):
-                        wanted[number] = frozenset(tensors)  # type: ignore[arg-type]
-                    case _:
-                        raise fields.wrong("'wanted' must be messages and tensors of them")
+        wanted = decode_wanted(fields.value("wanted"), MAX_MARKED) if fields.has("wanted") else None
         forgotten: tuple[int, ...] = ()
         if fields.has("forgotten"):
             forgotten = fields.integers("forgotten", longest=MAX_FORGOTTEN)
@@ -113,21 +92,31 @@ class MarkOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marked:
-    """All is marked; and whether it was this order that has brought the marking here."""
+    """All is marked that others than the reader have to mark.
+
+    Attributes:
+        is_first: whether it was the reader who has brought the marking here.
+        wanted: messages of the reader's to the writer, which this has led to.
+    """
 
     is_first: bool
+    wanted: Wanted = dataclasses.field(default_factory=dict)
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {"first": self.is_first}
+        value: dict[str, CborValue] = {"first": self.is_first}
+        if self.wanted:
+            value["wanted"] = encode_wanted(self.wanted)
+        return value
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
         fields = Fields(value, "answer about a marking")
-        message = cls(fields.flag("first"))
+        is_first = fields.flag("first")
+        wanted = decode_wanted(fields.value("wanted"), MAX_MARKED) if fields.has("wanted") else {}
         fields.finish()
-        return message
+        return cls(is_first, wanted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,15 +28,10 @@ from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
 from mesh.rpc.streams import RemoteIterator
+from mesh.rpc.targets import Target
 from mesh.rpc.types import TypeTable, registered_types
 from mesh.rpc.values import Packed
-from mesh.rpc.wire import (
-    REFS_SERVICE,
-    Fork,
-    RefNotes,
-    Request,
-    Target,
-)
+from mesh.rpc.wire import REFS_SERVICE, Fork, RefNotes, Request
 from mesh.rpc.workers import Workers
 from transport import (
     Connection,

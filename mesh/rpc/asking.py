@@ -23,8 +23,9 @@ from mesh.rpc.owned import Owned, new_id
 from mesh.rpc.passing import Incoming, Outgoing
 from mesh.rpc.pickled import has_pickle, may_unpickle, refuse_pickle
 from mesh.rpc.reference import RRef
+from mesh.rpc.targets import Target, target_of
 from mesh.rpc.values import Packed, Packer, Received, Unpacker
-from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request, Target
+from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request
 from transport import AppCode, CborValue, Connection, TransportError
 
 if TYPE_CHECKING:
@@ -60,25 +61,11 @@ class Asking:
 
     def target(self, function: Callable[..., Any] | str) -> Target:
         """Return what a function is called by on the wire. Raises `RpcError` if it can't be."""
-        if isinstance(function, str):
-            kind = "operator" if function.startswith("torch.") else "function"
-            return Target(kind, function)
-        if not callable(function):
-            raise TypeError("function should be callable.")
-        operator = operator_name(function)
-        if operator is not None:
-            return Target("operator", operator)
-        name = exposed_name(function)
-        if self._agent.pickles and (name is None or not self._agent.exposures.has(name)):
-            return Target("pickled")
-        if name is None:
-            raise RpcError(
-                f"call of {function!r:.80}",
-                why="it has no name that a peer could know it by: only functions and classes of a "
-                "module's top level have one, and torch's operators that mesh.rpc lists",
-                fix="Move it to the top level of a module, and expose it at the callee.",
-            )
-        return Target("function", name)
+        if self._agent.pickles and callable(function) and operator_name(function) is None:
+            name = exposed_name(function)
+            if name is None or not self._agent.exposures.has(name):
+                return Target("pickled")
+        return target_of(function)
 
     async def at(
         self, ref: RRef[Any], kind: str, name: str = "", *, seconds: float

@@ -9,21 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextvars import ContextVar
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 
 from auth import IdentityError, NodeId
+from mesh.rpc.values import MAX_TENSORS
 from tensor_bridge.fields import Fields
 from transport import CborValue, ProtocolError
 
-__all__ = ["ContextId", "Link", "current_context", "gradients_off", "like_this_thread"]
+__all__ = [
+    "ContextId",
+    "Link",
+    "Wanted",
+    "current_context",
+    "decode_wanted",
+    "encode_wanted",
+    "gradients_off",
+    "like_this_thread",
+]
 
 MAX_NUMBER = (1 << 63) - 1
 MAX_CLOCK = 1 << 62
 """Far beyond any honest count, and short of what the wire holds."""
+
+MAX_FORETOLD = 64
+"""Most messages that one says its tensors depend on, each counted as often as it is named."""
+
+Wanted: TypeAlias = Mapping[int, Set[int]]
+"""Messages by their numbers, and which of their tensors something depends on."""
 
 
 class ContextId(NamedTuple):
@@ -65,17 +81,22 @@ class Link:
         context: the one that it was sent in.
         message: its number at its sender; 0 if none of its tensors wants a gradient.
         clock: the context's Lamport time at the sender.
+        leads_to: for each such tensor, the messages of the reader's that it depends on; None if it
+            may be others' as well.
     """
 
     context: ContextId
     message: int = 0
     clock: int = 0
+    leads_to: tuple[Wanted, ...] | None = None
 
     def encode(self) -> dict[str, CborValue]:
         """Return it as it travels."""
         value: dict[str, CborValue] = {"context": self.context.encode()}
         if self.message:
             value |= {"message": self.message, "clock": self.clock}
+        if self.leads_to is not None:
+            value["leads_to"] = [encode_wanted(each) for each in self.leads_to]
         return value
 
     @classmethod
@@ -87,8 +108,40 @@ class Link:
         if fields.has("message"):
             message = fields.integer("message", low=1)
             clock = fields.integer("clock", low=1, high=MAX_CLOCK)
+        leads_to: tuple[Wanted, ...] | None = None
+        if message and fields.has("leads_to"):
+            leads_to = tuple(
+                decode_wanted(each, MAX_FORETOLD) for each in fields.items("leads_to", MAX_TENSORS)
+            )
         fields.finish()
-        return cls(context, message, clock)
+        return cls(context, message, clock, leads_to)
+
+
+def encode_wanted(wanted: Wanted) -> list[CborValue]:
+    """Return messages and tensors of them as they travel."""
+    return [[number, list[CborValue](sorted(tensors))] for number, tensors in wanted.items()]
+
+
+def decode_wanted(value: CborValue, most: int) -> dict[int, frozenset[int]]:
+    """Return the messages, at most so many, in `value`.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    wanted: dict[int, frozenset[int]] = {}
+    if not isinstance(value, list) or len(value) > most:
+        raise ProtocolError("reading of messages", why=f"they are no list of at most {most}")
+    for item in value:
+        match item:
+            case [int(number), [*tensors]] if (
+                number not in wanted
+                and 0 < len(tensors) <= MAX_TENSORS
+                and all(type(each) is int and each >= 0 for each in tensors)
+            ):
+                wanted[number] = frozenset(tensors)  # type: ignore[arg-type]
+            case _:
+                raise ProtocolError("reading of messages", why="one has no number, or no tensors")
+    return wanted
 
 
 current_context: ContextVar[ContextId | None] = ContextVar("current_context", default=None)

@@ -17,7 +17,8 @@ from mesh.rpc.limits import limit
 from mesh.rpc.owned import new_id
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.sources import Source
-from mesh.rpc.wire import STREAM_SERVICE, Answer, Request, Target, Wanted
+from mesh.rpc.targets import Target
+from mesh.rpc.wire import STREAM_SERVICE, Answer, Request, Wanted
 from transport import AppCode, CborValue, Connection, Stream, TransportError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from auth import SecretKey
-from mesh.autograd import passes
+from mesh.autograd import marker, passes
 from mesh.autograd.contexts import MAX_CONTEXTS_OF_ONE, Context, Contexts
 from mesh.autograd.marking import MAX_RUNS
 from mesh.autograd.wire import (
@@ -144,7 +144,7 @@ async def test_gradients_that_nobody_needs_are_refused() -> None:
 async def test_one_peer_leaves_room_for_the_marks_and_runs_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(passes, "MAX_MARKINGS", 2)
+    monkeypatch.setattr(marker, "MAX_MARKINGS", 2)
     monkeypatch.setattr(passes, "MAX_RUNS_OF_ONE", 1)
     async with workers(3, scale) as (a, b, other):
         context = a.agent.autograd.begin()

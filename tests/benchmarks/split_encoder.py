@@ -17,7 +17,7 @@ from torch import nn
 
 from auth import SecretKey, allow_any
 from mesh import autograd, blocking, rpc
-from mesh.autograd.passes import Passes
+from mesh.autograd.marker import Marker
 from mesh.rpc import MeshRpcBackendOptions
 from tests.programs import Program
 from transport import EndpointConfig
@@ -77,16 +77,16 @@ def main() -> None:
 def measure(width: int, steps: int) -> None:
     """Print medians of both in turn, and of their ratio."""
     marking: list[float] = []
-    marked = Passes._marked
+    real = Marker.marked
 
-    def timed(self: Passes, *args: Any, **kwargs: Any) -> Any:
+    def timed(self: Marker, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
-            return marked(self, *args, **kwargs)
+            return real(self, *args, **kwargs)
         finally:
             marking.append(time.perf_counter() - began)
 
-    Passes._marked = timed  # type: ignore[method-assign]
+    Marker.marked = timed  # type: ignore[method-assign]
     alone = [Layer(width, number) for number in range(LAYERS)]
     split = [rpc.remote(number, Layer, (width, number)) for number in range(1, LAYERS)]
     x = torch.randn(BATCH, LENGTH, width)

@@ -21,13 +21,24 @@ _wanted = st.dictionaries(
 PARSERS = [
     Parser(
         name="autograd.link",
-        covers=("mesh.rpc.links.Link.decode", "mesh.rpc.links.ContextId.decode"),
+        covers=(
+            "mesh.rpc.links.Link.decode",
+            "mesh.rpc.links.ContextId.decode",
+            "mesh.rpc.links.decode_wanted",
+        ),
         form="message",
         values=st.builds(Link, _contexts)
-        | st.builds(Link, _contexts, st.integers(1, 1 << 40), st.integers(1, 1 << 62)),
+        | st.builds(
+            Link,
+            _contexts,
+            st.integers(1, 1 << 40),
+            st.integers(1, 1 << 62),
+            st.none() | st.lists(_wanted, max_size=3).map(tuple),
+        ),
         write=Link.encode,
         read=Link.decode,
         refuses=(ProtocolError,),
+        is_canonical=False,  # the tensors of a message have no order
     ),
     Parser(
         name="autograd.mark",
@@ -49,10 +60,11 @@ PARSERS = [
         name="autograd.marked",
         covers=("mesh.autograd.wire.Marked.decode",),
         form="message",
-        values=st.builds(Marked, st.booleans()),
+        values=st.builds(Marked, st.booleans(), _wanted),
         write=Marked.encode,
         read=Marked.decode,
         refuses=(ProtocolError,),
+        is_canonical=False,  # as that
     ),
     Parser(
         name="autograd.start",

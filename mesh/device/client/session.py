@@ -433,16 +433,17 @@ class Session:
         parts: list[bytes] = []
         released: list[int] = []
         size = 0
+        keeps = self._pins or self._recording is not None
         while queue and size < BATCH_BYTES:
             item = queue.popleft()
+            if type(item) is int:
+                if not (keeps and self._is_kept(item)):
+                    released.append(item)
+                    size += 8
+                continue
             if type(item) is _Forgotten:
                 parts.extend(map(wire.drop, item.numbers))
                 released += self._unpinned(item.pins)
-                continue
-            if type(item) is int:
-                if not self._is_kept(item):
-                    released.append(item)
-                    size += 8
                 continue
             assert isinstance(item, bytes)
             if type(item) is Order:

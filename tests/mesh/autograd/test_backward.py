@@ -11,7 +11,8 @@ import anyio
 import pytest
 import torch
 
-from mesh.autograd import BackwardError, ContextGone, leaves, passes
+from mesh.autograd import BackwardError, ContextGone, leaves, marker
+from mesh.autograd.wire import MARK_SERVICE
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
 from tests.mesh.nodes import eventually
 
@@ -136,16 +137,54 @@ async def test_the_graph_can_be_kept_and_its_marking_with_it() -> None:
             assert not any(each.markings for each in b.agent.autograd.contexts)
 
     async with workers(2, scale) as (a, b):
-        spread = a.agent.autograd._passes._spread
+        call = a.agent.autograd._passes._peers.call
 
-        async def counted(*args: Any) -> None:
+        async def counted(peer: Any, service: str, value: Any) -> Any:
             nonlocal marks
-            marks += 1
-            await spread(*args)
+            marks += service == MARK_SERVICE
+            return await call(peer, service, value)
 
-        a.agent.autograd._passes._spread = counted  # type: ignore[method-assign]
+        a.agent.autograd._passes._peers.call = counted  # type: ignore[method-assign]
         await in_thread(program, a, b)
         await quiet(a, b)
+
+
+def together(worker: Worker, x: torch.Tensor, hops: int) -> torch.Tensor:
+    """Has the next worker do the same; what comes of it depends on messages of both."""
+    y = torch.tanh(x * worker.weight)
+    return worker.call(worker.others[0], together, y, hops - 1) + x if hops else y
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2])
+async def test_what_answers_foretell_is_asked_of_nobody_before_the_run(hops: int) -> None:
+    """But where they depend on others' messages as well."""
+    waves = []
+
+    def whole(x: torch.Tensor, left: int = hops) -> torch.Tensor:
+        y = torch.tanh(x * torch.tensor([1.0, 2.0, 3.0]))
+        return whole(y, left - 1) + x if left else y
+
+    def program(a: Worker, b: Worker) -> None:
+        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        with a.context() as context_id:
+            y = a.call(b, together, x, hops)
+            a.backward(context_id, a.call(b, together, torch.tanh(y), hops).sum())
+            (gradient,) = torch.autograd.grad(whole(whole(x).tanh()).sum(), x)
+            torch.testing.assert_close(a.gradients(context_id)[x], gradient)
+
+    async with workers(3, together) as (a, b, c):
+        a.others, b.others, c.others = [b], [c], [b]
+        marker = a.agent.autograd._passes._marker
+        spread = marker._spread_in_thread
+
+        def counted(*args: Any) -> None:
+            waves.append(args)
+            spread(*args)
+
+        marker._spread_in_thread = counted  # type: ignore[method-assign]
+        await in_thread(program, a, b)
+        await quiet(a, b, c)
+    assert bool(waves) == bool(hops)
 
 
 async def test_a_result_can_be_the_loss_itself() -> None:
@@ -212,7 +251,7 @@ async def test_backwards_at_the_same_time_in_one_context_and_in_many() -> None:
 async def test_markings_that_nobody_uses_any_more_are_forgotten_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(passes, "MAX_MARKINGS", 3)
+    monkeypatch.setattr(marker, "MAX_MARKINGS", 3)
 
     def program(a: Worker, b: Worker) -> None:
         x = torch.ones(3, requires_grad=True)

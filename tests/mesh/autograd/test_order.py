@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from typing import Any
 
 import anyio
 import pytest
 import torch
 
-from mesh.autograd import BackwardError, run
+from mesh.autograd import BackwardError, contexts, run
 from mesh.autograd.nodes import Gate
 from mesh.autograd.run import Run
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
@@ -63,28 +65,84 @@ async def test_gates_wait_for_the_latest_message_first_and_when_nothing_else_is_
         await quiet(a, b)
 
 
-@pytest.mark.parametrize("is_acknowledged", [True, False])
-async def test_a_run_begins_when_all_is_marked(is_acknowledged: bool) -> None:
+def through(worker: Worker, x: torch.Tensor) -> torch.Tensor:
+    return worker.call(worker.others[0], scale, x) * worker.weight
+
+
+def once(a: Worker, b: Worker) -> None:
+    """What a call gives, has come from further on."""
+    x = torch.ones(3, requires_grad=True)
+    with a.context() as context_id:
+        a.backward(context_id, a.call(b, through, x).sum())
+        assert a.gradients(context_id)[x].abs().sum() > 0
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+async def test_a_run_begins_when_all_is_marked_that_the_root_asks_for(
+    is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Marks come late where nobody waits for them: what they would have added is not run."""
+    monkeypatch.setattr(contexts, "foretold", lambda *_: None)
     async with workers(2, scale, timeout=2.0) as (a, b):
-        passes = b.agent.autograd._passes
-        spread = passes._spread
+        marker = a.agent.autograd._passes._marker
+        spread = marker._spread_in_thread
+
+        def late(*args: Any) -> None:
+            time.sleep(0.1)
+            with contextlib.nullcontext() if is_waited_for else contextlib.suppress(Exception):
+                spread(*args)
+
+        def unheard(*args: Any) -> None:
+            threading.Thread(target=late, args=args).start()
+
+        marker._spread_in_thread = late if is_waited_for else unheard  # type: ignore[method-assign]
+        if is_waited_for:
+            await in_thread(twice, a, b)
+        else:
+            with pytest.raises((BackwardError, KeyError)):
+                await in_thread(twice, a, b)
+        await quiet(a, b)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+async def test_a_run_begins_when_all_is_marked_that_another_asks_for(is_waited_for: bool) -> None:
+    async with workers(3, scale, through, timeout=2.0) as (a, b, c):
+        b.others = [c]
+        marker = b.agent.autograd._passes._marker
+        spread = marker._spread
 
         async def late(*args: Any) -> None:
             await anyio.sleep(0.1)
             await spread(*args)
 
         async def unheard(*args: Any) -> None:
-            with contextlib.suppress(Exception):  # all may be over by then
-                await late(*args)
+            async def later() -> None:
+                with contextlib.suppress(Exception):  # all may be over by then
+                    await late(*args)
 
-        async def unacknowledged(*args: Any) -> None:
-            b.agent.start_soon(lambda: unheard(*args))
+            b.agent.start_soon(later)
 
-        passes._spread = late if is_acknowledged else unacknowledged  # type: ignore[method-assign]
-        if is_acknowledged:
-            await in_thread(twice, a, b)
+        marker._spread = late if is_waited_for else unheard  # type: ignore[method-assign]
+        if is_waited_for:
+            await in_thread(once, a, b)
         else:
             with pytest.raises((BackwardError, KeyError)):
+                await in_thread(once, a, b)
+        await quiet(a, b, c)
+
+
+@pytest.mark.parametrize("told", [None, ({},)])
+async def test_what_was_foretold_wrongly_ends_the_backward(
+    told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what nobody sends, and nothing is left out."""
+    foretold = contexts.foretold
+    monkeypatch.setattr(contexts, "foretold", (told and (lambda *_: told)) or foretold)
+    async with workers(2, scale, timeout=20.0) as (a, b):
+        if told is None:
+            await in_thread(twice, a, b)
+        else:
+            with pytest.raises(BackwardError, match="not what it has foretold") as raised:
                 await in_thread(twice, a, b)
+            assert a.agent.label(b.node_id) in str(raised.value)
         await quiet(a, b)

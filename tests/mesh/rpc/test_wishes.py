@@ -25,14 +25,14 @@ from auth import AccessDenied, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import MeshError, ProtocolError
 from mesh.rpc import MeshRpcBackendOptions, Unsendable
-from mesh.rpc.wire import CALL_SERVICE
+from mesh.rpc.wire import CALL_SERVICE, Answer
 from tests.mesh import nodes
 from tests.mesh.collective.exchange_memory import outcomes
 from tests.mesh.distributed.nodes import LoopbackNode, process_group
 from tests.mesh.nodes import LOOPBACK
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
-from transport import EndpointConfig
+from transport import EndpointConfig, cbor
 
 rpc.expose(__name__)
 
@@ -196,14 +196,12 @@ async def test_b11_a_frame_with_a_gadget_in_it_makes_nothing(tmp_path: Path) -> 
             if kind == "function":
                 target["name"] = "tests.mesh.rpc.exposures.echo"
             meta = b"\xa2edtypeeuint8eshape\x81\x18" + bytes([len(gadget)])
-            message: Any = {
-                "target": target,
-                "items": items,
-                "tensors": [[meta, gadget]] * tensors,
-                "seconds": 5,
-            }
+            head = {"target": target, "seconds": 5, "tensors": [[meta, True]] * tensors}
+            parts = [cbor.encode(each, max_size=1024) for each in (head, items)]
+            message: Any = [*parts, gadget * tensors]
             if kind == "function" and not tensors:  # bytes are bytes, whatever they look like
-                assert (await connection.call(CALL_SERVICE, message))["items"] == [gadget]
+                answer = await connection.call(CALL_SERVICE, message)
+                assert Answer.decode(answer).items == [gadget]
                 continue
             with pytest.raises(ProtocolError):
                 await connection.call(CALL_SERVICE, message)

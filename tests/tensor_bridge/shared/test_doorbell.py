@@ -184,6 +184,42 @@ def test_who_was_kept_from_running_sleeps_at_once(
     assert waits() > 1
 
 
+def test_who_slept_in_vain_looks_for_longer(
+    words: memoryview, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+
+    def pass_by(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(doorbell.os, "sched_yield", lambda: pass_by(1e-6))
+    monkeypatch.setattr(doorbell.time, "monotonic", lambda: now[0])
+    waiter = Waiter(words, FLAG, descriptor)
+
+    def looked(slept: float) -> float:
+        """Return for how long it looks before it sleeps, which takes `slept` seconds."""
+        began, sleeps = now[0], []
+
+        def is_ready() -> bool:
+            if words[FLAG] and not sleeps:
+                sleeps.append(now[0] - began)
+                pass_by(slept)
+                return False
+            return bool(sleeps)
+
+        os.eventfd_write(descriptor, 1)
+        waiter.wait(is_ready, now[0] + 10)
+        return sleeps[0]
+
+    usual = doorbell.YIELD_SECONDS
+    found = [looked(50e-6) for _ in range(6)]
+    assert found == pytest.approx(
+        [usual, 2 * usual, 4 * usual, 8 * usual, *[doorbell.LONGEST_LOOK] * 2], abs=2e-6
+    )
+    assert looked(0.1) == pytest.approx(doorbell.LONGEST_LOOK, abs=2e-6)
+    assert looked(0.1) == pytest.approx(usual, abs=2e-6)  # idle ranks burn no core
+
+
 def test_a_killed_process_is_named(words: memoryview, descriptor: int) -> None:
     process = os.fork()
     if process == 0:

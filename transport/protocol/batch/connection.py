@@ -267,7 +267,9 @@ class BatchConnection(QuicConnection):
 
     def _stream_credit(self, stream: QuicStream) -> int:
         receiver = ReceivePart.of(stream)
-        window = self._stream_window + min(receiver.posted, POSTED_WINDOW)
+        window = self._stream_window
+        if receiver.target is not None:
+            window += min(receiver.posted, POSTED_WINDOW)
         target = receiver.consumed + window
         return target if target - stream.max_stream_data_local >= window // 2 else 0
 
@@ -353,27 +355,28 @@ class BatchConnection(QuicConnection):
             or self._connection_credit()
             or streams.sent - streams.used < streams.value - streams.sent
             or not all(map(_was_sent, self._host_cids))
-            or any(self._stream_has_control(stream) for stream in self._streams_queue)
+            or self._streams_have_control()
         )
 
-    def _stream_has_control(self, stream: QuicStream) -> bool:
-        sender, receiver = stream.sender, stream.receiver
-        return bool(
-            not sender.buffer_is_empty
-            or sender.reset_pending
-            or receiver.stop_pending
-            or (
-                not receiver.is_finished
-                and (
-                    stream.max_stream_data_local != stream.max_stream_data_local_sent
-                    or self._stream_credit(stream)
-                )
-            )
-        )
+    def _streams_have_control(self) -> bool:
+        for stream in self._streams_queue:
+            sender, receiver = stream.sender, stream.receiver
+            if not sender.buffer_is_empty or sender.reset_pending or receiver.stop_pending:
+                return True
+            if not receiver.is_finished and (
+                stream.max_stream_data_local != stream.max_stream_data_local_sent
+                or self._stream_credit(stream)
+            ):
+                return True
+        return False
 
     def _discard_finished_streams(self) -> None:
         """Forget streams that are over, as upstream does only with a packet in its hands."""
-        finished = [stream for stream in self._streams_queue if stream.is_finished]
+        finished = [
+            stream
+            for stream in self._streams_queue
+            if stream.receiver.is_finished and stream.sender.is_finished
+        ]
         for stream in finished:
             assert stream.stream_id is not None
             del self._streams[stream.stream_id]

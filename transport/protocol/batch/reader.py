@@ -89,6 +89,9 @@ class BatchReader:
         heard = False
         try:
             at = 0
+            if size <= segment:
+                heard = self._open_one(packets, data, 0, size, others)
+                at = size
             while at < size and at < LEADING * segment and packets.expected() is None:
                 heard |= self._open(packets, data, at, min(at + segment, size), segment, others)
                 at += segment
