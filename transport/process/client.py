@@ -331,8 +331,8 @@ class ProcessEngine:
         self._turns.looked(now, more=more)
 
     def _report(self, link: MirrorLink) -> None:
-        while (event := link.next_event()) is not None:
-            self._on_event(link, event)
+        while link.events:
+            self._on_event(link, link.events.popleft())
 
     def _take_ready(self, record: Record) -> None:
         self._is_up = True
