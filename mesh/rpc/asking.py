@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +19,7 @@ from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import exposed_name
 from mesh.rpc.holding import Held
-from mesh.rpc.limits import GRACE, limit
+from mesh.rpc.limits import GRACE, PATIENCE, STREAMS_BACK, is_answering, limit
 from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, new_id
 from mesh.rpc.passing import Incoming, Outgoing
@@ -48,6 +50,7 @@ class Asking:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._under_way: Counter[Connection] = Counter()
 
     def seconds(self, timeout: float | None) -> float:
         """Return the limit of a call that is given `timeout`. Raises `RpcError` if it is none."""
@@ -292,12 +295,34 @@ class Asking:
 
         async def ask() -> CborValue:
             return await connection.call(
-                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE
+                CALL_SERVICE,
+                request.encode(),
+                timeout=request.limit + GRACE,
+                patience=PATIENCE if is_answering.get() else math.inf,
             )
 
-        if not request.key:
-            return Answer.decode(await ask())
-        return Answer.decode(await with_parts(connection, self._agent.lanes, request, tensors, ask))
+        with self._open_to_calls_back(connection):
+            if not request.key:
+                return Answer.decode(await ask())
+            lanes = self._agent.lanes
+            return Answer.decode(await with_parts(connection, lanes, request, tensors, ask))
+
+    @contextlib.contextmanager
+    def _open_to_calls_back(self, connection: Connection) -> Iterator[None]:
+        """Let the callee call back in the block, also if it is one of many calls that do.
+
+        Unless its grant says how many streams it may have.
+        """
+        self._under_way[connection] += 1
+        if connection.grant is not None and connection.grant.quotas.max_streams is None:
+            back = min(self._under_way[connection], STREAMS_BACK)
+            connection.allow_streams(self._agent.max_streams + back)
+        try:
+            yield
+        finally:
+            self._under_way[connection] -= 1
+            if not self._under_way[connection]:
+                del self._under_way[connection]
 
     async def fetch_parts(
         self, connection: Connection, answer: Answer

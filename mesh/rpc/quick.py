@@ -82,8 +82,9 @@ def call_quickly(
         request = _written(agent, to, function, given, kwargs, seconds)
     if request is None:
         return NOT_NOW
+    agent.activity.begin()
     try:
-        with agent.activity.calling(), may_block():
+        with may_block():
             value = connection.call_in_thread(
                 CALL_SERVICE, request, timeout=(seconds or math.inf) + GRACE, is_over=is_over
             )
@@ -97,6 +98,8 @@ def call_quickly(
         if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
             raise as_runtime_error(error) from error.__cause__
         raise
+    finally:
+        agent.activity.end()
     if isinstance(value, NotNow):
         return value
     match value:

@@ -24,6 +24,7 @@ from mesh.rpc.errors import (
 )
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
+from mesh.rpc.limits import is_answering
 from mesh.rpc.links import Link
 from mesh.rpc.operators import call_operator, check_operator, is_prompt, result_bound
 from mesh.rpc.owned import Owned
@@ -120,6 +121,7 @@ class RpcService:
     # -- the three services
 
     async def _answer_call(self, incoming: Incoming) -> CborValue:
+        is_answering.set(True)
         with self._agent.activity.answering():
             return await self._answer(incoming)
 
