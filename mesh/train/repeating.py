@@ -29,6 +29,12 @@ __all__ = ["Repeater"]
 MAX_KINDS = 16
 """Kinds of a call, after the same calls, that are told apart."""
 
+MAX_CALLS = 256
+"""Kinds of calls in all, after whatever calls; beyond, all begins anew."""
+
+MAX_RUNS = 1 << 17
+"""Operations that are kept at one peer: half of what it keeps for a session."""
+
 MAX_KEPT = 2
 """Kinds of a step's first call that are kept: each has gradients of its own at the peers."""
 
@@ -80,6 +86,12 @@ class _Call:
         for each in self.following.values():
             each.forget()
 
+    @property
+    def size(self) -> int:
+        """Operations that are kept for it and what follows."""
+        own = 0 if self.repetition is None else self.repetition.size
+        return own + sum(each.size for each in self.following.values())
+
     def give_up(self) -> None:
         """Do without for some time."""
         self.forget()
@@ -102,6 +114,7 @@ class Repeater:
         self._context = context
         self.is_on = is_on and context.devices[0].type == BACKEND
         self._begin = _Call()
+        self._calls = 0
         self._at: _Call | None = None
         self._is_kept = False
         """Whether handles are those that what follows is kept for."""
@@ -114,14 +127,11 @@ class Repeater:
         self._names = tuple({} for _ in self._context._parts)
         self._steps += 1
 
-    def lose_track(self) -> None:
-        """Do what is left of the step as ever."""
-        self._at = None
-
     def close(self) -> None:
         """Have the peers forget everything."""
         self._begin.forget()
         self._begin.following.clear()
+        self._calls = 0
         self._at = None
 
     def run(
@@ -173,6 +183,10 @@ class Repeater:
             if len(known) >= MAX_KINDS:
                 oldest = min(known, key=lambda each: known[each].last)
                 known.pop(oldest).forget()
+            self._calls += 1
+            if self._calls > MAX_CALLS:
+                self.close()
+                return None
             call = known[kind] = _Call()
         return call
 
@@ -202,12 +216,10 @@ class Repeater:
             result = work(call.inputs)
             is_pure = self._is_watched(call, roots) and random_states() == drawn
             course = tape.course(self._names) if is_pure else None
-            if course is None and is_pure and not self._is_kept:
-                return result  # it may have used up what will be kept when that is
             if course is None or (call.course not in (None, course) and self._is_kept):
                 call.give_up()
                 return result
-            if course == call.course and self._is_kept and self._has_room(call, before):
+            if course == call.course and self._is_kept and self._has_room(call, before, tape.size):
                 call.repetition = tape.keep()
                 call.names = tuple(map(dict, self._names))
                 call.result, call.vain = result, 0
@@ -226,8 +238,11 @@ class Repeater:
             return False
         return True
 
-    def _has_room(self, call: _Call, before: _Call | None) -> bool:
+    def _has_room(self, call: _Call, before: _Call | None, size: int) -> bool:
         """Return whether one more may be kept; let go of one that did not come for long."""
+        if self._begin.size + size > MAX_RUNS:
+            call.pause = LONG_AGO
+            return False
         if before is not self._begin:
             return True
         kept = [each for each in before.following.values() if each.repetition is not None]

@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,6 +54,8 @@ class Replicated(abc.ABC):
         self._hooks: list[Any] = []
         self._fillings: list[Filling | None] = []
         self._reduced: list[Collective] = []
+        self._gradients: list[torch.Tensor | None] = []
+        """What the present step has found so far."""
         self._make: MakeOptimizer | None = None
         self._is_settled = True
         self._failed: BaseException | None = None
@@ -120,13 +124,13 @@ class Replicated(abc.ABC):
             return self._find(counts, inputs, loss, weight, last=last)
 
         found: _Found = self._repeating.run(
-            _kind_of(batch, loss, weight, last) if self._repeating.is_on else None,
+            _kind_of(batch, loss, weight, last) if self._may_repeat() else None,
             lambda: (loss, *self._models),
             [part for _, part in parts],
             work,
             lambda _: contextlib.nullcontext(),
         )
-        self._reduced = found.reduced
+        self._reduced, self._gradients = found.reduced, found.gradients
         for parameter, gradient in zip(self._holders(), found.gradients, strict=True):
             parameter.grad = gradient
         return found.loss.clone()  # when it is done again, the next one is written there
@@ -171,16 +175,13 @@ class Replicated(abc.ABC):
         """Do the same on all devices."""
         share_options(self.optimizer, self._optimizers[1:])
         self._repeating.run(
-            ("step", clip),
+            ("step", clip) if self._may_repeat() else None,
             lambda: self._optimizers,
             (),
             lambda _: self._use_gradients(clip),
             lambda part: self._surviving(part.ranks[0]),
         )
-        for parameter in self._holders():
-            parameter.grad = None
-        self._reduced = []
-        self._repeating.rewind()
+        self._begin_step()
 
     def _use_gradients(self, clip: float | None) -> None:
         if clip is not None:
@@ -243,9 +244,7 @@ class Replicated(abc.ABC):
                     raise
         self._adopt([self._models[rank] for rank in left])
         self._go_on_with(left)
-        for model in self._models:
-            model.zero_grad()
-        self._reduced = []
+        self._begin_step()
         return tuple(device for rank, device in enumerate(devices) if rank not in left)
 
     def state(self) -> dict[str, Any]:
@@ -311,6 +310,18 @@ class Replicated(abc.ABC):
     @property
     def _repeating(self) -> Repeater:
         return prepared(self._repeater)
+
+    def _may_repeat(self) -> bool:
+        """Return whether gradients are those that were found here, and nobody has set others."""
+        held = [each.grad for each in self._holders()]
+        return self._repeating.is_on and all(map(is_, held, self._gradients or repeat(None)))
+
+    def _begin_step(self) -> None:
+        """Let go of all gradients."""
+        for parameter in self._holders():
+            parameter.grad = None
+        self._reduced, self._gradients = [], []
+        self._repeating.rewind()
 
     def _adopt(self, models: Sequence[nn.Module]) -> None:
         """Have these models be the replicas."""

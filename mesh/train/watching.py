@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ _PLAIN = (
 )
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("hooks", "with_kwargs")))
+
+_OF_CLASSES = frozenset(
+    {
+        *("__annotations__", "__dict__", "__doc__", "__module__", "__orig_bases__"),
+        *("__parameters__", "__weakref__", "_abc_impl"),
+    }
+)
+"""Attributes of classes that say how they were written."""
 
 _OWN_HOOKS = 1
 """Hooks of a parameter that are the strategy's."""
@@ -104,9 +112,13 @@ class Watch:
             self._see_tensor(value)
         elif isinstance(value, dict):
             self._see_table(value)
+            self._left.append(getattr(value, "__dict__", None))
         elif isinstance(value, list | tuple | set | frozenset | deque):
             self._lists.append((value, tuple(value)))
             self._left.extend(value)
+            self._left.append(getattr(value, "__dict__", None))
+        elif isinstance(value, BuiltinMethodType):
+            self._left.append(value.__self__)
         elif isinstance(value, FunctionType):
             self._see_function(value)
         elif isinstance(value, MethodType):
@@ -162,8 +174,12 @@ class Watch:
 
     def _see_class(self, kind: type) -> None:
         for each in kind.__mro__:
-            if not _is_of_others(each.__module__):
-                self._see_names(vars(each), tuple(vars(each)))
+            if _is_of_others(each.__module__):
+                continue
+            if vars(each).get("__slots__"):
+                raise NotUnderstood(f"{each.__name__} has slots")
+            names = [name for name in vars(each) if name not in _OF_CLASSES]
+            self._see_names(vars(each), names)
 
     def _see_object(self, value: object) -> None:
         is_torch = isinstance(value, nn.Module | Optimizer)

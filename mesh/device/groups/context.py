@@ -30,7 +30,7 @@ __all__ = ["Collective", "DistributedContext", "ReduceOperation"]
 TIMEOUT = 300.0
 """Default limit in seconds for one operation: the slowest device has that long to come to it."""
 
-NEW = "not entered yet"
+NEW, FORMING = "not entered yet", "being entered"
 
 GRACE_SECONDS = 1.0
 """For the reason why a group broke to come, where a session has failed."""
@@ -147,19 +147,23 @@ class DistributedContext:
         with self._lock:
             if self._state != NEW:
                 raise self._unusable("entering")
-            self._state = "being entered"
+            self._state = FORMING
         bond = None
         try:
             parts: tuple[Part, ...] = (LocalPart(len(self.devices)),)
             if self.devices[0].type == BACKEND:
                 parts, bond = self._made()
             yield bond
+            with self._lock:
+                if self._state != FORMING:  # another thread has closed it
+                    raise self._unusable("entering")
+                self._parts, self._bond, self._state = parts, bond, ""
         except BaseException:
-            self._state = NEW
+            if self._state == FORMING:
+                self._state = NEW
             if bond is not None:
                 bond.leave()
             raise
-        self._parts, self._bond, self._state = parts, bond, ""
 
     def close(self) -> None:
         """Leave the group. What was not resolved is lost; tensors that were are what they are.
@@ -487,10 +491,11 @@ class Collective:
         waiting = _Waiting(results, bond, changed.set)
         limit = self._context.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        while not waiting.is_over():
-            changed.clear()
-            if not waiting.is_over() and not changed.wait(max(0.0, deadline - time.monotonic())):
-                raise self._timed_out(limit)
+        with waiting:
+            while not waiting.is_over():
+                if not changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise self._timed_out(limit)
+                changed.clear()
         failed = waiting.failed()
         if failed is not None:
             raise self._context.reason(failed)
@@ -505,7 +510,7 @@ class Collective:
         over = anyio.Event()
         waiting = _Waiting(results, bond, lambda: over.set() if waiting.is_over() else None)
         limit = self._context.timeout if timeout is None else timeout
-        with anyio.move_on_after(limit):
+        with waiting, anyio.move_on_after(limit):
             await over.wait()
         if not waiting.is_over():
             raise self._timed_out(limit)
@@ -554,11 +559,19 @@ class _Waiting:
         self, results: Sequence[torch.Tensor], bond: Bond, changed: Callable[[], object]
     ) -> None:
         self._bond = bond
+        self._changed = changed
         # An empty part of each: it is there when the whole is, and costs nothing to move.
         self._asked = [ask_elements(each.view(-1)[:0])[0].future for each in results]
         for future in self._asked:
             future.add_done_callback(lambda _: changed())
-        bond.broken.add_done_callback(lambda _: changed())
+
+    def __enter__(self) -> Self:
+        self._bond.listeners.add(self._changed)
+        self._changed()  # what has come before
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bond.listeners.discard(self._changed)
 
     def is_over(self) -> bool:
         """Return whether they are there, or can't be any more."""

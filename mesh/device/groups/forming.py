@@ -51,11 +51,13 @@ class Bond:
     Attributes:
         formed: done once the group is formed, with an error if it can't be.
         broken: done with the reason once it is broken.
+        listeners: called then.
     """
 
     def __init__(self, parts: Sequence[SessionPart], timeout: float) -> None:
         self.formed: Future[None] = Future()
         self.broken: Future[MeshError] = Future()
+        self.listeners: set[Callable[[], object]] = set()
         self._parts = tuple(parts)
         self._timeout = timeout
         self._movers = [_mover(part) for part in parts]
@@ -289,6 +291,8 @@ class Bond:
     def _break(self, error: MeshError) -> None:
         if not self.broken.done():
             self.broken.set_result(error)
+            for listener in tuple(self.listeners):
+                listener()
 
     def _error(
         self, kind: type[CollectiveError], members: Sequence[int], why: str

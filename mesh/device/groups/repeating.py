@@ -61,6 +61,11 @@ class Tape:
         self._first = context._next
         self._steps: list[Steps] = []
 
+    @property
+    def size(self) -> int:
+        """Operations, and releases, of the session that has most of what `course` has returned."""
+        return max(len(steps.runs) for steps in self._steps)
+
     def course(self, names: Names) -> Course | None:
         """Return what was done up to here; None if it can't be done again.
 
@@ -95,7 +100,7 @@ class Tape:
                     each.close()
                 return None
             kept.append((part, one))
-        return Repetition(self._context, kept, self._context._next - self._first)
+        return Repetition(self._context, kept, self._context._next - self._first, self.size)
 
     def _is_own(self, part: SessionPart, runs: list[wire.Run | wire.Release]) -> bool:
         """Return whether operations of groups are of this one."""
@@ -124,11 +129,20 @@ class Tape:
 
 
 class Repetition:
-    """What can be done again by a few bytes. Made by `Tape.keep`."""
+    """What can be done again by a few bytes. Made by `Tape.keep`.
+
+    Attributes:
+        size: as of the tape.
+    """
 
     def __init__(
-        self, context: DistributedContext, parts: list[tuple[SessionPart, Kept]], count: int
+        self,
+        context: DistributedContext,
+        parts: list[tuple[SessionPart, Kept]],
+        count: int,
+        size: int,
     ) -> None:
+        self.size = size
         self._context = context
         self._count = count
         """Operations of the group that it begins."""

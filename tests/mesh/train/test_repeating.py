@@ -164,7 +164,7 @@ def test_gradients_of_several_batches(two: list[torch.device], monkeypatch: Any)
                 assert all(each is not None for each in grads)
                 run.losses.append(torch.stack([each.norm() for each in grads]).sum())
                 run.strategy.step()
-            assert len(calls) == (2 * (2 * IN_FULL + 1) if repeats else 4 * STEPS)
+            assert len(calls) == 4 * (IN_FULL if repeats else STEPS)
             return run.found()
 
     alike(go)
@@ -271,6 +271,28 @@ def test_a_function_that_has_effects_here_is_called_each_time(two: list[torch.de
         for batch in batches(STEPS, 6):
             run.step(batch, collects)
     assert seen == [5] * 2 * STEPS
+
+
+def test_gradients_that_others_have_set_are_used(two: list[torch.device]) -> None:
+    def go(repeats: bool) -> Any:
+        with Run(two, sgd, repeats=repeats) as run:
+            for number, batch in enumerate(batches(12, 6)):
+                if number == 6:  # it adds to what the replicas have
+                    for model in run.strategy._models:
+                        for each in model.parameters():
+                            each.grad = torch.ones_like(each) / 8
+                run.losses.append(run.strategy.backward(batch, compute))
+                if number == 8:
+                    for model in run.strategy._models:
+                        for each in model.parameters():
+                            each.grad = each.grad * 0.5
+                if number == 10:
+                    for model in run.strategy._models:
+                        model.layers[0].weight.grad = None
+                run.strategy.step()
+            return run.found()
+
+    alike(go)
 
 
 def test_what_fails_is_told_and_leaves_a_step_that_can_be_done(two: list[torch.device]) -> None:

@@ -37,6 +37,8 @@ SETTINGS = Settings()
 
 
 class Net(nn.Module):
+    more: list[int] | None
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
@@ -148,6 +150,19 @@ def test_what_is_enclosed_is_watched() -> None:
     assert not watch.holds([collect])
 
 
+def test_what_a_method_belongs_to_is_watched() -> None:
+    seen: list[float] = []
+    note = seen.append
+
+    def collect(model: nn.Module, batch: Any) -> Any:
+        note(1.0)
+
+    watch = Watch([collect])
+    assert watch.holds([collect])
+    collect(nn.Identity(), None)
+    assert not watch.holds([collect])
+
+
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
@@ -167,7 +182,17 @@ def test_optimizers() -> None:
     assert not watch.holds([counting])
 
 
-@pytest.mark.parametrize("root", [logs, counts, threading.Lock(), [torch.Generator()]])
+class Slots:
+    __slots__ = ("x",)
+
+
+class SlotsBelow(Slots):
+    pass
+
+
+@pytest.mark.parametrize(
+    "root", [SlotsBelow(), logs, counts, threading.Lock(), [torch.Generator()]]
+)
 def test_what_can_not_be_seen_is_said(root: object) -> None:
     with pytest.raises(NotUnderstood):
         Watch([root])
