@@ -18,7 +18,7 @@ __all__ = ["sharded_optimizer"]
 
 
 def sharded_optimizer(
-    devices: Sequence[torch.device | str], *, timeout: float = 300.0, repeats: bool = True
+    devices: Sequence[torch.device | str], *, timeout: float = 300.0, repeats: bool = False
 ) -> Strategy:
     """Train as `ddp` does, with the optimizer's state split among the devices.
 
@@ -33,8 +33,9 @@ def sharded_optimizer(
     Args:
         devices: as for `mesh.DistributedContext`; the first is the main one.
         timeout: seconds for one exchange.
-        repeats: whether a step that is as it was before is done again by the peers, without this
-            program's part in it; see docs/train.md.
+        repeats: whether a step that is as it was before may be done again by the peers alone: the
+            loss and the model are not called then, so that nothing which they do beside computing,
+            such as printing or looking at the time, is done either. See docs/train.md.
     """
     return _Sharded(devices, timeout, repeats=repeats)
 

@@ -1,4 +1,4 @@
-"""``train``: a training step of `mesh.train.ddp` over two peers, beside torch's own.
+"""``train``: a training step of `mesh.train.ddp` over two peers, repeating or not, beside torch's.
 
 An encoder, AdamW, and a batch that is there: by `ddp` over a device of each of two peers of this
 host, driven by this program, and by ``DistributedDataParallel`` over gloo in two processes, which
@@ -23,7 +23,7 @@ from tests.benchmarks.compare import Options, Row, Shown
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, child, cpu_seconds, median
 from tests.benchmarks.ours import configuration
 
-PART, OURS, TORCH = "train", "quicmesh", "gloo"
+PART, OURS, REPEATING, TORCH = "train", "quicmesh", "repeating quicmesh", "gloo"
 FIGURE = "step of ddp over two peers"
 STEPS = 20
 BATCH, LENGTH, WIDTH = 32, 32, 128
@@ -51,16 +51,19 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
     with ExitStack() as stack:
         enter = stack.enter_context
         peers = [enter(child(_serve, LOOPBACK)) for _ in range(2)]
-        _, client, ours = enter(child(_use, LOOPBACK, [ticket for ticket, _, _ in peers]))
+        tickets = [ticket for ticket, _, _ in peers]
+        _, client, ours = enter(child(_use, LOOPBACK, tickets, False))
+        _, repeater, repeating = enter(child(_use, LOOPBACK, tickets, True))
         with socket.create_server((LOOPBACK.address, 0)) as probe:
             place = probe.getsockname()[:2]
         ranks = [enter(child(_rank, LOOPBACK, place, rank)) for rank in range(2)]
+        serving = {f"peer {n}": _tree(process.pid) for n, (_, process, _) in enumerate(peers)}
         processes = {
-            f"{OURS}, client": [client.pid],
-            **{f"{OURS}, peer {n}": _tree(process.pid) for n, (_, process, _) in enumerate(peers)},
+            **{f"{OURS}, {who}": pids for who, pids in _beside(serving, client.pid)},
+            **{f"{REPEATING}, {who}": pids for who, pids in _beside(serving, repeater.pid)},
             **{f"{TORCH}, rank {n}": [process.pid] for n, (_, process, _) in enumerate(ranks)},
         }
-        pipes = {OURS: [ours], TORCH: [pipe for _, _, pipe in ranks]}
+        pipes = {OURS: [ours], REPEATING: [repeating], TORCH: [pipe for _, _, pipe in ranks]}
         for pipe in pipes[TORCH]:
             _answer(pipe)  # it is ready
         seconds: dict[str, list[float]] = {name: [] for name in pipes}
@@ -79,8 +82,21 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
         *(_row(FIGURE, name, times) for name, times in seconds.items()),
         *(_row("CPU time of a step", who, times) for who, times in used.items()),
     ]
-    ratio = median(seconds[OURS]) / median(seconds[TORCH])
-    return rows, [Shown(PART, f"{FIGURE} / {TORCH}", ratio, MOST, at_most=True)]
+    return rows, [
+        Shown(
+            PART,
+            f"{FIGURE}, {name} / {TORCH}",
+            median(seconds[name]) / median(seconds[TORCH]),
+            MOST,
+            at_most=True,
+        )
+        for name in (OURS, REPEATING)
+    ]
+
+
+def _beside(serving: dict[str, list[int]], client: int | None) -> list[tuple[str, list[int]]]:
+    assert client is not None
+    return [("client", [client]), *serving.items()]
 
 
 def _ordered(ways: list[Pipe], steps: int) -> float:
@@ -168,7 +184,7 @@ def _serve(pipe: Pipe, site: Site) -> None:
     anyio.run(main)
 
 
-def _use(pipe: Pipe, site: Site, tickets: list[str]) -> None:
+def _use(pipe: Pipe, site: Site, tickets: list[str], repeats: bool) -> None:
     import torch
 
     import mesh
@@ -183,7 +199,7 @@ def _use(pipe: Pipe, site: Site, tickets: list[str]) -> None:
         tensors=False,
     ) as node:
         devices = [mesh.device(ticket, node=node) for ticket in tickets]
-        with mesh.train.ddp(devices) as strategy:
+        with mesh.train.ddp(devices, repeats=repeats) as strategy:
             strategy.prepare(_encoder(), _optimizer)
             batch = _batch(BATCH)
 

@@ -97,7 +97,7 @@ def test_what_moves_is_between_the_peers_and_what_has_to(
     for width in (10, 100_000):  # a million parameters
         model = wide(width)
         nbytes = 4 * sum(each.numel() for each in model.parameters())
-        with STRATEGIES[name](four[:2]) as strategy:
+        with STRATEGIES[name](four[:2], repeats=True) as strategy:
             strategy.prepare(model, OPTIMIZERS["sgd"])
 
             def step(strategy: Strategy = strategy) -> None:

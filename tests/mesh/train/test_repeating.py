@@ -325,7 +325,7 @@ def test_the_peer_keeps_nothing_in_the_end(two: list[torch.device]) -> None:
 
 
 def test_local_devices_repeat_nothing() -> None:
-    with ddp(["cpu"] * 2) as strategy:
+    with ddp(["cpu"] * 2, repeats=True) as strategy:
         strategy.prepare(mlp().double(), sgd)
         calls = []
         for batch in batches(STEPS, 6):
