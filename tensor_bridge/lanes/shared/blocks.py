@@ -125,10 +125,6 @@ class OwnBlocks:
             return None
         return self._make(nbytes)
 
-    def put_back(self, block: Block) -> None:
-        """Take back a block that was not lent."""
-        block.lend, block.free_since = None, time.monotonic()
-
     def lend(self, block: Block) -> int:
         """Return what to call this lending of a block."""
         block.is_fresh = False
@@ -145,7 +141,7 @@ class OwnBlocks:
         """Take back a block that the other end gives; one that was dropped meanwhile is gone."""
         block = self.lent(lend)
         if block is not None:
-            self.put_back(block)
+            block.lend, block.free_since = None, time.monotonic()
 
     def lent(self, lend: int) -> Block | None:
         """Return the block that is lent by this name."""
