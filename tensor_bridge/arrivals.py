@@ -185,12 +185,11 @@ class Arrivals:
         if self._closed or self._find(key) is not None:
             return None
         arrival = self._begin(key, meta, name, quotas)
-        try:
-            return arrival.keep_outside(content)
-        finally:
-            arrival._left_at = self._clock()
-            arrival._turn.release()
-            self._remember(key, arrival)
+        arrival._left_at = self._clock()
+        arrival._turn.release()
+        stored = arrival.keep_outside(content)
+        self._remember(key, arrival)
+        return stored
 
     def undo(self, owner: NodeId, upload: str) -> None:
         """Forget an arrival, and the object that it may have become; its owner gave it up."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import anyio
 import torch
 
-from auth import MeshError
+from auth import AccessDenied, MeshError
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.errors import TensorChanged
 from tensor_bridge.lanes import Lanes
@@ -17,12 +17,15 @@ from tensor_bridge.moves import Landing
 from tensor_bridge.serve_keep import FIND_CALL, KEEP_CALL, UNDO_CALL
 from tensor_bridge.wire import ObjectCall, Stored
 from tensor_bridge.wire_blocks import Found, KeepCall, UndoCall
-from transport import Connection, DeadlineExceeded
+from transport import Connection, DeadlineExceeded, ServiceUnknown
 
 __all__ = ["have_kept", "take_back"]
 
 UNDO_SECONDS = 1.0
 """For a put that was given up to be undone at the peer, where nothing waits."""
+
+_NOT_OFFERED = (ServiceUnknown, AccessDenied)
+"""What says that the peer does not do so, or not for us: the other way tells what may be done."""
 
 
 async def have_kept(
@@ -57,8 +60,10 @@ async def have_kept(
         check()
         is_asked = True
         call = KeepCall(upload, meta, block, lend, name)
-        answer = await connection.call(KEEP_CALL, call.encode())
-        return None if answer is None else Stored.decode(answer)
+        with contextlib.suppress(*_NOT_OFFERED):
+            answer = await connection.call(KEEP_CALL, call.encode())
+            return None if answer is None else Stored.decode(answer)
+        return None
 
     try:
         return await lanes.lend(connection, Payload(tensor, meta), moved, ask)
@@ -79,7 +84,9 @@ async def take_back(connection: Connection, lanes: Lanes, object_id: str, landin
     """
 
     async def ask() -> int | None:
-        answer = await connection.call(FIND_CALL, ObjectCall(object_id).encode())
+        answer = None
+        with contextlib.suppress(*_NOT_OFFERED):
+            answer = await connection.call(FIND_CALL, ObjectCall(object_id).encode())
         if answer is None:
             return None
         found = Found.decode(answer)

@@ -251,12 +251,13 @@ class Lanes:
                 block.view, whole, moved, is_intact=payload.is_intact, is_fresh=block.is_fresh
             )
             link.check()
-            kept = await ask(block.number, link.blocks.lend(block))
+            lend = link.blocks.lend(block)
+            kept = await ask(block.number, lend)
         except BaseException:
             link.blocks.drop(block)  # the peer may have it or not
             raise
         if kept is None:
-            link.blocks.put_back(block)
+            link.blocks.returned(lend)
         return kept
 
     async def take_back(

@@ -96,12 +96,13 @@ class OwnBlocks:
         self._lends = 0
         self._deleted: dict[int, float] = {}
         """Sizes of what was deleted at the other end, and when."""
-        _all.add(self)
+        with _adding:
+            _all.add(self)
 
     @property
     def nbytes(self) -> int:
         """How much they are, lent or free."""
-        return sum(block.nbytes for block in self._blocks.values())
+        return sum(block.nbytes for block in tuple(self._blocks.values()))
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -125,10 +126,6 @@ class OwnBlocks:
             return None
         return self._make(nbytes)
 
-    def put_back(self, block: Block) -> None:
-        """Take back a block that was not lent."""
-        block.lend, block.free_since = None, time.monotonic()
-
     def lend(self, block: Block) -> int:
         """Return what to call this lending of a block."""
         block.is_fresh = False
@@ -145,7 +142,7 @@ class OwnBlocks:
         """Take back a block that the other end gives; one that was dropped meanwhile is gone."""
         block = self.lent(lend)
         if block is not None:
-            self.put_back(block)
+            block.lend, block.free_since = None, time.monotonic()
 
     def lent(self, lend: int) -> Block | None:
         """Return the block that is lent by this name."""
@@ -172,7 +169,8 @@ class OwnBlocks:
         self._deleted.clear()
 
     def _has_room(self, nbytes: int) -> bool:
-        in_all = sum(each.nbytes for each in _all)
+        with _adding:
+            in_all = sum(each.nbytes for each in tuple(_all))
         return (
             len(self._blocks) < MAX_BLOCKS
             and self._numbers < _MAX_NUMBER
@@ -198,6 +196,9 @@ class OwnBlocks:
 
 
 _all: weakref.WeakSet[OwnBlocks] = weakref.WeakSet()
+
+_adding = threading.Lock()
+"""Held while there may come one more, of an event loop in another thread."""
 
 
 class _Theirs:

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import pytest
 import torch
 
+from auth import AccessRequest, Denial, Grant, ServiceRequest
 from tensor_bridge import (
     QuotaExceeded,
     StoreLimits,
@@ -25,7 +26,7 @@ from tensor_bridge.lanes.shared import blocks
 from tensor_bridge.lanes.shared.blocks import KEEP_SECONDS, LEAST_BYTES, OwnBlocks, TheirBlocks
 from tensor_bridge.lanes.shared.host import unavailable
 from tensor_bridge.lanes.shared.protocol import MAX_BLOCKS, ReturnedMessage
-from tensor_bridge.serve_keep import KEEP_CALL
+from tensor_bridge.serve_keep import FIND_CALL, KEEP_CALL
 from tests.tensor_bridge.nodes import LANES, Node, eventually, node, together
 from tests.tensor_bridge.shared.test_broken import link
 from tests.tensor_bridge.shared.test_pool import SEALED, closing, memory
@@ -189,6 +190,32 @@ async def test_quota_is_asked_before_anything_is_kept() -> None:
         assert link(client, a).blocks.nbytes == SIZE  # that of the refused is not kept
 
 
+class Without:
+    """An authorizer that grants all but one service."""
+
+    def __init__(self, service: str) -> None:
+        self.service = service
+        self.asked = 0
+
+    async def authorize(self, request: AccessRequest) -> Grant | Denial:
+        if isinstance(request, ServiceRequest) and request.service == self.service:
+            self.asked += 1
+            return Denial("denied", "not this")
+        return Grant(frozenset({"*"}))
+
+
+@pytest.mark.parametrize("service", [KEEP_CALL, FIND_CALL])
+async def test_who_does_not_allow_it_is_served_otherwise(service: str) -> None:
+    without, shared = Without(service), LANES["shared-memory"]
+    async with together(node(authorizer=without, lanes=shared), node(lanes=shared)) as (a, client):
+        at_a = await ready(client, a)
+        ref = await at_a.put(tensor_of(1))
+        assert lies_outside(a, ref) == (service == FIND_CALL)
+        assert same(await at_a.get(ref), tensor_of(1))
+        assert without.asked == 1
+        assert len(a.store) == 1
+
+
 @pytest.mark.parametrize("when", ["before the call", "after its answer"])
 async def test_what_is_cancelled_is_undone(
     nodes: tuple[Node, Node, Node], monkeypatch: pytest.MonkeyPatch, when: str
@@ -298,7 +325,7 @@ def test_a_block_is_made_only_for_what_was_deleted_lately(monkeypatch: pytest.Mo
     assert ends.own.take(SIZE + 1) is None
     block = ends.own.take(SIZE)
     assert block is not None
-    ends.own.put_back(block)
+    ends.own.returned(ends.own.lend(block))
     monkeypatch.setattr(blocks, "KEEP_SECONDS", -1.0)
     assert ends.own.take(SIZE) is block
     assert ends.own.take(SIZE) is None
@@ -434,7 +461,8 @@ async def test_who_lends_twice_loses_the_link(nodes: tuple[Node, Node, Node]) ->
     at_a = await ready(client, a)
     ref, ours = await at_a.put(tensor_of(1)), link(client, a)
     (block,) = ours.blocks._blocks.values()
-    ours.blocks.put_back(block)  # as who lies about what is lent
+    assert block.lend is not None
+    ours.blocks.returned(block.lend)  # as who lies about what is lent
     second = await at_a.put(tensor_of(2))
     assert ours.why_ended is not None
     assert same(await at_a.get(second), tensor_of(2))
