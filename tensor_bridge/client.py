@@ -14,7 +14,7 @@ import torch
 from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
-from tensor_bridge.keeping import have_kept, read_back
+from tensor_bridge.keeping import have_kept, take_back
 from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane, sealed_copy
 from tensor_bridge.memory import Payload, allocate
 from tensor_bridge.moves import (
@@ -264,7 +264,7 @@ class TensorClient:
 
         async def attempt() -> None:
             connection = await self._connected()
-            if not landing.moved and await read_back(
+            if not landing.moved and await take_back(
                 connection, self._lanes, ref.object_id, landing
             ):
                 return

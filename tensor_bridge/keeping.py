@@ -19,7 +19,7 @@ from tensor_bridge.wire import ObjectCall, Stored
 from tensor_bridge.wire_blocks import Found, KeepCall, UndoCall
 from transport import Connection, DeadlineExceeded
 
-__all__ = ["have_kept", "read_back"]
+__all__ = ["have_kept", "take_back"]
 
 UNDO_SECONDS = 1.0
 """For a put that was given up to be undone at the peer, where nothing waits."""
@@ -70,7 +70,7 @@ async def have_kept(
         raise
 
 
-async def read_back(connection: Connection, lanes: Lanes, object_id: str, landing: Landing) -> bool:
+async def take_back(connection: Connection, lanes: Lanes, object_id: str, landing: Landing) -> bool:
     """Read a tensor that the peer keeps in a block; return whether it does.
 
     Raises:
@@ -92,7 +92,7 @@ async def read_back(connection: Connection, lanes: Lanes, object_id: str, landin
             )
         return found.lend
 
-    return await lanes.read_back(connection, landing, ask)
+    return await lanes.take_back(connection, landing, ask)
 
 
 async def _undo(connection: Connection, upload: str) -> None:

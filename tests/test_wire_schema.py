@@ -13,6 +13,7 @@ import transport.frames
 import transport.stream
 from auth import AccessDenied, SecretKey, SharedSecret, allow_any
 from mesh import Node
+from mesh.autograd import reducers
 from mesh.device import DeviceService
 from mesh.device.errors import SessionLost
 from mesh.device.groups import wire as groups
@@ -149,7 +150,7 @@ async def test_remote_calls_keep_to_the_schema(frames):
     assert said >= {"rpc.call", "rpc.part", "rpc.refs", "rpc.stream", "rpc.list", "node.refs"}
 
 
-async def test_gradients_keep_to_the_schema(frames):
+async def test_gradients_keep_to_the_schema(frames, monkeypatch):
     def scale(worker, x):
         return x * worker.weight
 
@@ -160,18 +161,24 @@ async def test_gradients_keep_to_the_schema(frames):
     def program(a, b):
         x = torch.ones(3, requires_grad=True)
         with a.context() as context_id:
-            loss = a.call(b, scale, x).sum()
+            loss = a.call(b, scale, x * a.weight).sum()
             a.backward(context_id, loss, retain_graph=True)
-            a.backward(context_id, loss, fast=True)
+            a.backward(context_id, loss, fast=True, retain_graph=True)
+            a.backward(context_id, loss, atomic=True)
             with pytest.raises(RuntimeError):
                 a.backward(context_id, a.call(b, fail, x).sum())
 
     async with workers(2, scale, fail) as (a, b):
+        lenders = {id(each.weight) for each in (a, b)}
+        await in_thread(program, a, b)
+        monkeypatch.setattr(reducers, "are_there", lambda: True)
+        monkeypatch.setattr(reducers, "reduced", lambda: lenders)
         await in_thread(program, a, b)
     for data in frames:
         SCHEMA.validate_cbor(data)
     said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
-    assert said >= {"autograd.mark", "autograd.start", "autograd.release", "rpc.call"}
+    services = {"mark", "claim", "start", "settle", "release"}
+    assert said >= {"rpc.call", *(f"autograd.{each}" for each in services)}
 
 
 async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):

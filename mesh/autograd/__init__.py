@@ -13,7 +13,11 @@ contexts           what a node knows of a context
 recording          messages of calls, as they leave and come
 nodes              what stands in torch's graph for a message
 marking            what of the graph a loss needs
+marker             who is asked for that, on all nodes
+foresight          what answers say of it beforehand
+claims             parameters that reducers read, on several nodes
 run                one node's part of one backward
+commits            gradients that count if all has succeeded
 leaves, reducers   where the gradients go
 passes             backwards across nodes
 participant        all of that, for one node

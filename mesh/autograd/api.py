@@ -57,6 +57,7 @@ def backward(
     retain_graph: bool = False,
     *,
     fast: bool = False,
+    atomic: bool = False,
     agent: Agent | None = None,
 ) -> None:
     """Compute the gradients of the sum of `roots`, on all nodes that their graph leads to.
@@ -70,6 +71,9 @@ def backward(
         retain_graph: keep the graph, to go backward again.
         fast: take it that all that was sent in the context is needed, as upstream does, and save
             the marking; if some of it is not, it waits for gradients that never come.
+        atomic: have its gradients count only when all of it has succeeded: until then they are put
+            aside, and let go of if it fails. Hooks that look at ``.grad`` see its own alone. Only
+            the loss of a node just as all are told that it has succeeded leaves it done by half.
         agent: as for `context`.
 
     Raises:
@@ -80,7 +84,9 @@ def backward(
     if type(context_id) is not int:
         raise TypeError("backward(): incompatible function arguments: the context id is no int")
     losses = check_losses(roots)
-    _agent(agent).autograd.backward(context_id, losses, retain_graph=retain_graph, fast=fast)
+    _agent(agent).autograd.backward(
+        context_id, losses, retain_graph=retain_graph, fast=fast, atomic=atomic
+    )
 
 
 def get_gradients(

@@ -64,6 +64,22 @@ class Sent:
     shapes: tuple[torch.Size, ...]
 
 
+@dataclasses.dataclass(slots=True)
+class Aside:
+    """Gradients of one run, which count when its backward has succeeded.
+
+    Attributes:
+        gradients: by leaf; under `gradients_lock`, as those of a `Context`.
+        parent: who says what is to be of them.
+        children: to whom that is passed on.
+    """
+
+    gradients: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+    gradients_lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
+    parent: NodeId | None = None
+    children: frozenset[NodeId] = frozenset()
+
+
 class Context:
     """What one node knows of one context. Safe for many threads, with its locks.
 
@@ -79,6 +95,7 @@ class Context:
         peers: everybody here who takes part.
         markings: what is marked here for backwards.
         spare: the marking of the latest backward that kept its graph, for another one.
+        asides: gradients that were put aside, by marking and run.
         stale: numbers of markings of this node's that others may still have, for nothing.
         is_over: whether it has ended.
     """
@@ -95,6 +112,7 @@ class Context:
         self.peers: set[NodeId] = set()
         self.markings: dict[MarkingId, Marking] = {}
         self.spare: tuple[Sequence[Any], Marking] | None = None
+        self.asides: dict[tuple[MarkingId, int], Aside] = {}
         self.stale: list[int] = []
         self.is_over = False
         self._clock = 0
@@ -166,7 +184,7 @@ class Context:
             self.is_over = True
             markings = list(self.markings.values())
             self.sent, self.received, self.gradients = {}, {}, {}
-            self.markings, self.spare = {}, None
+            self.markings, self.spare, self.asides = {}, None, {}
         return markings
 
 

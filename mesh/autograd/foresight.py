@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from auth import NodeId
+from mesh.autograd import reducers
 from mesh.autograd.nodes import Origin, is_received
 from mesh.rpc.links import MAX_FORETOLD, ContextId, Wanted
 
@@ -35,8 +36,11 @@ def foretold(
 
     Returns:
         For each tensor, messages of the reader's and which of their tensors; None if one of them
-        depends on others', or on too much.
+        depends on others', or on too much, or may lead to parameters of a reducer: of those the
+        root has to know before any run begins.
     """
+    if reducers.are_there():
+        return None
     left = MAX_NODES
     told: list[Wanted] = []
     for edge in edges:

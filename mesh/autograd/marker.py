@@ -125,6 +125,7 @@ class Marker:
         except BaseException:
             context.markings.pop(marking.id, None)
             raise
+        marking.lenders += marking.lends()
         marking.settle()
         return marking
 
@@ -171,7 +172,9 @@ class Marker:
                 self._spread_by_loop(marking, found, frozenset(), forgotten, left)
                 return
             try:
-                found = marking.mark(self._heard(marking, peer, answer), peer)
+                marked = self._heard(marking, peer, answer)
+                marking.lenders += marked.lenders
+                found = marking.mark(marked.wanted, peer)
             except MeshError as error:
                 raise _Failed(self._peers.failure(error, peer)) from None
 
@@ -188,7 +191,7 @@ class Marker:
         async def spread() -> None:
             try:
                 with limit(seconds, _WHAT, "others"):
-                    await self._spread(marking, found, everybody, forgotten)
+                    marking.lenders += await self._spread(marking, found, everybody, forgotten)
             except RpcTimeout as error:
                 raise _Failed(self._peers.failure(error)) from None
 
@@ -220,21 +223,27 @@ class Marker:
         found: Found,
         everybody: frozenset[NodeId],
         forgotten: tuple[int, ...],
-    ) -> None:
+    ) -> int:
         """Tell others what is needed of them; return when all that this leads to is marked.
+
+        Returns:
+            How many nodes have come to parameters of reducers by that.
 
         Raises:
             _Failed: it is not, and why.
         """
         failure: Failure | None = None
+        lenders = 0
 
         async def tell(peer: NodeId, wanted: Wanted | None) -> None:
-            nonlocal failure
+            nonlocal failure, lenders
             order = MarkOrder(marking.context.id, marking.id, wanted, forgotten)
             try:
                 answer = await self._peers.call(peer, MARK_SERVICE, order.encode())
-                if back := self._heard(marking, peer, answer):
-                    tell_all(await self._mark(marking, back, peer))
+                marked = self._heard(marking, peer, answer)
+                lenders += marked.lenders
+                if marked.wanted:
+                    tell_all(await self._mark(marking, marked.wanted, peer))
             except _Failed as failed:
                 failure = failure or failed.failure
                 tasks.cancel_scope.cancel()
@@ -252,9 +261,10 @@ class Marker:
             tell_all(found)
         if failure is not None:
             raise _Failed(failure)
+        return lenders
 
-    def _heard(self, marking: Marking, peer: NodeId, answer: CborValue | Failure) -> Wanted:
-        """Return what a peer has found to be needed of this node.
+    def _heard(self, marking: Marking, peer: NodeId, answer: CborValue | Failure) -> Marked:
+        """Return what a peer says of its marking.
 
         Raises:
             _Failed: it has failed to mark, or others have that it has told.
@@ -265,7 +275,7 @@ class Marker:
         marked = Marked.decode(answer)
         if marked.is_first:
             marking.children.add(peer)
-        return marked.wanted
+        return marked
 
     async def _mark(self, marking: Marking, wanted: Wanted, by: NodeId) -> Found:
         found = marking.mark_now(wanted, by)
@@ -285,7 +295,7 @@ class Marker:
             return self._peers.failure(error).encode()
         if found is None:
             return NOT_NOW
-        return Marked(marking.parent == by, found.get(by, {})).encode()
+        return Marked(marking.parent == by, found.get(by, {}), int(marking.lends())).encode()
 
     async def _answer(self, incoming: Incoming) -> CborValue:
         order, by = MarkOrder.decode(incoming.value), incoming.peer.node_id
@@ -294,7 +304,7 @@ class Marker:
             context = self._contexts.need(order.context)
             marking = self._joined(context, order, by)
             found: Found = {}
-            everybody: frozenset[NodeId] = frozenset()
+            lenders, everybody = 0, frozenset[NodeId]()
             if order.wanted is not None:
                 found = await self._mark(marking, order.wanted, by)
                 if len(found.get(by, ())) <= MAX_MARKED:
@@ -302,12 +312,12 @@ class Marker:
             elif await self._peers.in_thread(marking.mark_all):
                 everybody = frozenset(context.peers - {self._agent.node_id, by})
             if found or everybody:
-                await self._spread(marking, found, everybody, order.forgotten)
+                lenders = await self._spread(marking, found, everybody, order.forgotten)
         except _Failed as failed:
             return failed.failure.encode()
         except MeshError as error:
             return self._peers.failure(error).encode()
-        return Marked(marking.parent == by, back).encode()
+        return Marked(marking.parent == by, back, lenders + marking.lends()).encode()
 
     def _joined(self, context: Context, order: MarkOrder, by: NodeId) -> Marking:
         """Return a marking of another node's, new here or not."""

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from auth import NodeId
+from mesh.autograd import reducers
 from mesh.autograd.contexts import Context
 from mesh.autograd.errors import BackwardError
 from mesh.autograd.nodes import FIRST, LAST, Origin, is_received
@@ -73,6 +74,7 @@ class Marking:
         needed: messages of this node's, and which of their tensors gradients will come for.
         leaves: the nodes at the leaves that gradients will come to.
         children: those whom this node has brought it to, and nobody before.
+        lenders: at the root, how many nodes lend parameters to reducers.
         is_foretold: whether all that it leads to elsewhere leads back to messages from here, as was
             said when it came: then nothing else is needed.
         unasked: those who are still to be asked to mark.
@@ -87,6 +89,7 @@ class Marking:
         self.needed: dict[int, set[int]] = {}
         self.leaves: list[Any] = []
         self.children: set[NodeId] = set()
+        self.lenders = 0
         self.is_foretold = True
         self.unasked: dict[NodeId, Unasked] = {}
         self._me = me
@@ -97,6 +100,7 @@ class Marking:
         self._foretold: Found = {}
         self._received: dict[Origin, set[int]] = {}
         self._is_all = False
+        self._lends = False
         self._runs: dict[int, Run] = {}
         self._ended: set[int] = set()
         self._count = 0
@@ -168,6 +172,15 @@ class Marking:
             foretold = self._foretold.get(peer, {})
             self.unasked[peer] = Unasked(wanted, foretold, forgotten)
             self.children.add(peer)
+
+    def lends(self) -> bool:
+        """Return whether it has come to parameters of a reducer, the first time that it has."""
+        if not reducers.are_there():
+            return False
+        with self._lock:
+            had, of_reducers = self._lends, reducers.reduced()
+            self._lends = had or any(id(each.variable) in of_reducers for each in self.leaves)
+            return self._lends and not had
 
     def settle(self) -> None:
         """Let go of what only more marking would need."""

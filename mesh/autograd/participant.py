@@ -135,10 +135,11 @@ class Autograd:
         *,
         retain_graph: bool = False,
         fast: bool = False,
+        atomic: bool = False,
     ) -> None:
         """Go backward from losses; see `mesh.autograd.backward`."""
         context = self.contexts.find(context_id)
-        self._passes.backward(context, losses, retain_graph=retain_graph, fast=fast)
+        self._passes.backward(context, losses, retain_graph=retain_graph, fast=fast, atomic=atomic)
 
     def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of the leaves here; see `mesh.autograd.get_gradients`."""

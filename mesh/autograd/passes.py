@@ -19,6 +19,8 @@ import anyio.to_thread
 import torch
 
 from auth import MeshError, NodeId
+from mesh.autograd.claims import Claims
+from mesh.autograd.commits import Commits
 from mesh.autograd.contexts import Context, Contexts
 from mesh.autograd.errors import BackwardError
 from mesh.autograd.marker import Marker
@@ -64,11 +66,15 @@ class Passes:
         self._contexts = contexts
         self._peers = Peers(agent, contexts)
         self._marker = Marker(agent, contexts, self._peers)
+        self._claims = Claims(agent, contexts, self._peers)
+        self._commits = Commits(agent, contexts, self._peers)
         self._running: Counter[NodeId] = Counter()
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers that may call this node."""
         self._marker.register(endpoint)
+        self._claims.register(endpoint)
+        self._commits.register(endpoint)
         endpoint.register_call(START_SERVICE, self._answer_start, scope=SCOPE)
 
     @property
@@ -83,6 +89,7 @@ class Passes:
         *,
         retain_graph: bool,
         fast: bool,
+        atomic: bool,
     ) -> None:
         """Go backward from these losses, here and wherever they lead; for threads.
 
@@ -92,21 +99,30 @@ class Passes:
         """
         seconds = float(self._agent.timeout)
         marking = self._marker.marked(context, losses, fast=fast, seconds=seconds)
-        run = marking.begin()
-        order = StartOrder(context.id, marking.id, run.number, retain_graph, seconds)
+        run = self._claims.claimed(marking, seconds)
+        order = StartOrder(context.id, marking.id, run.number, retain_graph, seconds, atomic)
         below = None
         try:
-            if marking.children:
-                below = self._agent.bridge.start(lambda: self._start_children(marking, run, order))
-            self._execute(run, order, losses)
+            if run.claim():  # else the context has ended meanwhile
+                if marking.children:
+                    below = self._agent.bridge.start(
+                        lambda: self._start_children(marking, run, order)
+                    )
+                self._execute(run, order, losses)
             if below is not None and run.failure is None:
                 self._agent.bridge.wait(below)
+            if atomic and run.failure is None:
+                run.failure = self._commits.commit(marking, run, seconds)
         finally:
             if below is not None:
                 below.cancel()
             marking.end(run)
             self._marker.keep(marking, losses, run, reusable=retain_graph and not fast)
         if run.failure is not None:
+            if marking.lenders > 1:
+                self._claims.give_up(marking, run)  # where it was not started any more
+            if atomic:
+                self._commits.let_go(marking, run)
             raise self._peers.error(run.failure)
 
     def take(self, by: NodeId, gradients: Gradients) -> None:
@@ -141,6 +157,8 @@ class Passes:
         for marking in markings:
             for run in marking.runs():
                 run.fail(self._peers.failure(why))
+                if run.claim():  # and nobody begins it any more
+                    run.leaves.restore()
 
     # -- runs
 
@@ -164,14 +182,19 @@ class Passes:
             return self._peers.failure(error).encode()
         marking.settle()
         self._running[by] += 1
-        token = current_context.set(context.id)
+        token, is_kept = current_context.set(context.id), False
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._start_children, marking, run, order)
                 await self._peers.in_thread(lambda: self._execute(run, order, ()))
                 if run.failure is not None:
                     tasks.cancel_scope.cancel()
+            if order.puts_aside and run.failure is None:
+                self._commits.keep(marking, run)
+                is_kept = True
             failure = run.failure
+        except LimitExceeded as error:
+            failure = self._peers.failure(error)
         finally:
             run.fail(self._peers.failure(BackwardError("backward", why="it was cancelled")))
             current_context.reset(token)
@@ -179,6 +202,8 @@ class Passes:
             if not self._running[by]:
                 del self._running[by]
             marking.end(run)
+            if order.puts_aside and not is_kept:
+                self._agent.start_soon(partial(self._commits.dropped, marking, run))
             if not order.retain_graph:
                 context.markings.pop(marking.id, None)
         return None if failure is None else failure.encode()
@@ -199,6 +224,8 @@ class Passes:
                 tasks.start_soon(start, peer)
 
     def _execute(self, run: Run, order: StartOrder, losses: Sequence[torch.Tensor]) -> None:
+        if order.puts_aside:
+            run.leaves.put_aside()
         try:
             run.execute(losses, self._post, retain_graph=order.retain_graph, seconds=order.seconds)
         except Aborted:
@@ -214,8 +241,8 @@ class Passes:
         marking = run.marking
         message = Gradients(marking.context.id, marking.id, run.number, origin.message, gradients)
         if origin.peer == self._agent.node_id:
-            run.put(origin.message, gradients)
-            run.delivered()
+            run.put(origin.message, list(gradients))
+            run.delivered(gradients)
             return
         send = partial(self._send, run, origin.peer, message)
         self._agent.bridge.call_soon(lambda: self._agent.start_soon(send))
@@ -229,4 +256,4 @@ class Passes:
         except Exception as error:
             run.fail(self._peers.failure(error, to))
         else:
-            run.delivered()
+            run.delivered(message.gradients)

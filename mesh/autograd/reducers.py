@@ -13,9 +13,14 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["reduced"]
+__all__ = ["are_there", "reduced"]
 
 _modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def are_there() -> bool:
+    """Return whether any such module is alive."""
+    return bool(_modules)
 
 
 def reduced() -> set[int]:

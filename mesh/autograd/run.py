@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class Run:
     Attributes:
         task: the engine's number of it, once it runs.
         failure: why it has failed.
+        leaves: where its gradients go.
     """
 
     def __init__(self, number: int, marking: Marking) -> None:
@@ -60,7 +62,10 @@ class Run:
         self.marking = marking
         self.task: int | None = None
         self.failure: Failure | None = None
+        self.leaves = Leaves(marking.context)
         self._mail: dict[int, list[torch.Tensor | None]] = {}
+        self._in_hand: Counter[int] = Counter()
+        """Gradients in the mail or on their way, by identity: of those the engine knows nothing."""
         self._news = threading.Condition()
         self._unsent = 0
         self._is_begun = False
@@ -79,7 +84,9 @@ class Run:
     def put(self, message: int, gradients: list[torch.Tensor | None]) -> None:
         """Take the gradients of a message."""
         with self._news:
-            self._mail.setdefault(message, gradients)
+            if message not in self._mail:
+                self._mail[message] = gradients
+                self._in_hand.update(map(id, gradients))
             self._news.notify_all()
 
     def fail(self, failure: Failure) -> None:
@@ -88,11 +95,16 @@ class Run:
             self.failure = self.failure or failure
             self._news.notify_all()
 
-    def delivered(self) -> None:
+    def delivered(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Count gradients that a peer has got."""
         with self._news:
+            self._in_hand.subtract(map(id, gradients))
             self._unsent -= 1
             self._news.notify_all()
+
+    def has(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient waits for its turn, or is on its way to a peer."""
+        return self._in_hand[id(gradient)] > 0
 
     # -- the run itself
 
@@ -119,11 +131,11 @@ class Run:
         self._post = post
         self._seconds = seconds
         self._until = time.monotonic() + seconds if seconds else float("inf")
-        leaves = Leaves(self.marking.context)
+        leaves = self.leaves
         try:
             with torch.enable_grad():
                 root = Root.apply(self, self._gates(), *losses)  # type: ignore[no-untyped-call]
-            leaves.divert(self.marking.leaves, self._is_mine, seconds)
+            leaves.divert(self.marking.leaves, self._is_mine, self.has, seconds)
             if root.requires_grad:
                 Variable._execution_engine.run_backward(
                     (root,),
@@ -153,14 +165,17 @@ class Run:
 
     def take(self, message: int, index: int) -> torch.Tensor | None:
         """Return the gradient of one tensor of a message, which a gate has waited for."""
-        gradients = self._mail[message]
-        gradient, gradients[index] = gradients[index], None
+        with self._news:
+            gradients = self._mail[message]
+            gradient, gradients[index] = gradients[index], None
+            self._in_hand[id(gradient)] -= 1
         return gradient
 
     def send(self, origin: Origin, gradients: list[Any]) -> None:
         """Send the gradients of a message to its sender; do not wait."""
         assert self._post is not None
         with self._news:
+            self._in_hand.update(map(id, gradients))
             self._unsent += 1
         self._post(self, origin, gradients)
 

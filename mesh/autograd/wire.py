@@ -2,7 +2,9 @@
 
 ====================  ==========================================================================
 ``autograd.mark``     a call: `MarkOrder` in; `Marked` or a `Failure` out
+``autograd.claim``    a call: `ClaimOrder` in; `Claimed` or a `Failure` out
 ``autograd.start``    a call: `StartOrder` in; out, when all is done, nothing or a `Failure`
+``autograd.settle``   a call: `SettleOrder` in; nothing or a `Failure` out
 ``autograd.release``  a call: a context's id in; out, when it is freed, nothing
 ====================  ==========================================================================
 
@@ -23,24 +25,32 @@ from tensor_bridge.fields import Fields
 from transport import CborValue, ProtocolError
 
 __all__ = [
+    "CLAIM_SERVICE",
     "MARK_SERVICE",
     "RELEASE_SERVICE",
+    "SETTLE_SERVICE",
     "START_SERVICE",
+    "ClaimOrder",
+    "Claimed",
     "Failure",
     "Gradients",
     "MarkOrder",
     "Marked",
+    "SettleOrder",
     "MarkingId",
     "StartOrder",
 ]
 
 MARK_SERVICE, START_SERVICE = "autograd.mark", "autograd.start"
+CLAIM_SERVICE, SETTLE_SERVICE = "autograd.claim", "autograd.settle"
 RELEASE_SERVICE = "autograd.release"
 
 MAX_MARKED = 2048
 """Most messages in one order: with their tensors, they have to fit into a frame."""
 
 MAX_FORGOTTEN = 64
+
+MAX_LENDERS = 1 << 20
 
 _LINE = re.compile(r'File "(?:[^"\n]*[/\\])?([^"/\\\n]+)", line (\d+)')
 
@@ -97,16 +107,20 @@ class Marked:
     Attributes:
         is_first: whether it was the reader who has brought the marking here.
         wanted: messages of the reader's to the writer, which this has led to.
+        lenders: how many nodes it has led to parameters of reducers at, for the first time.
     """
 
     is_first: bool
     wanted: Wanted = dataclasses.field(default_factory=dict)
+    lenders: int = 0
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
         value: dict[str, CborValue] = {"first": self.is_first}
         if self.wanted:
             value["wanted"] = encode_wanted(self.wanted)
+        if self.lenders:
+            value["lenders"] = self.lenders
         return value
 
     @classmethod
@@ -115,8 +129,68 @@ class Marked:
         fields = Fields(value, "answer about a marking")
         is_first = fields.flag("first")
         wanted = decode_wanted(fields.value("wanted"), MAX_MARKED) if fields.has("wanted") else {}
+        lenders = fields.integer("lenders", high=MAX_LENDERS) if fields.has("lenders") else 0
         fields.finish()
-        return cls(is_first, wanted)
+        return cls(is_first, wanted, lenders)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClaimOrder:
+    """Claim, for a run that is to come, what it needs of the parameters of reducers.
+
+    Attributes:
+        context, marking, run: which run.
+        age: when the backward has begun at its root, in nanoseconds since 1970.
+        gives_up: let go of it instead; this run will not be started.
+    """
+
+    context: ContextId
+    marking: MarkingId
+    run: int
+    age: int
+    gives_up: bool = False
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        value: dict[str, CborValue] = {
+            "context": self.context.encode(),
+            "marking": self.marking.encode(),
+            "run": self.run,
+            "age": self.age,
+            "gives_up": self.gives_up,
+        }
+        return value
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "claim of parameters")
+        context = ContextId.decode(fields.value("context"))
+        marking = ContextId.decode(fields.value("marking"))
+        run = fields.integer("run", high=MAX_NUMBER)
+        age = fields.integer("age", high=MAX_NUMBER)
+        gives_up = fields.flag("gives_up")
+        fields.finish()
+        return cls(context, marking, run, age, gives_up)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claimed:
+    """Whether all is claimed; if not, an older backward has some of it."""
+
+    is_so: bool
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {"claimed": self.is_so}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "answer about a claim")
+        message = cls(fields.flag("claimed"))
+        fields.finish()
+        return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +203,7 @@ class StartOrder:
         run: which run through it this is.
         retain_graph: keep the graph, and the marking, for another run.
         seconds: how long it may take; 0 for as long as it likes.
+        puts_aside: put the gradients aside, until a `SettleOrder` says what is to be of them.
     """
 
     context: ContextId
@@ -136,6 +211,7 @@ class StartOrder:
     run: int
     retain_graph: bool
     seconds: float
+    puts_aside: bool = False
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
@@ -145,6 +221,7 @@ class StartOrder:
             "run": self.run,
             "retain_graph": self.retain_graph,
             "seconds": self.seconds,
+            "puts_aside": self.puts_aside,
         }
 
     @classmethod
@@ -158,8 +235,44 @@ class StartOrder:
         seconds = fields.value("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < 1e9:
             raise fields.wrong("'seconds' is no time limit")
+        puts_aside = fields.flag("puts_aside")
         fields.finish()
-        return cls(context, marking, run, retain_graph, seconds)
+        return cls(context, marking, run, retain_graph, seconds, puts_aside)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SettleOrder:
+    """Do with the gradients of a run that were put aside as this says.
+
+    Attributes:
+        context, marking, run: which run.
+        counts: whether they are the context's, now; if not, let go of them.
+    """
+
+    context: ContextId
+    marking: MarkingId
+    run: int
+    counts: bool
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        return {
+            "context": self.context.encode(),
+            "marking": self.marking.encode(),
+            "run": self.run,
+            "counts": self.counts,
+        }
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "order about gradients")
+        context = ContextId.decode(fields.value("context"))
+        marking = ContextId.decode(fields.value("marking"))
+        run = fields.integer("run", high=MAX_NUMBER)
+        counts = fields.flag("counts")
+        fields.finish()
+        return cls(context, marking, run, counts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ class Operation:
         self.exchange = exchange
         self.rank = exchange.rank
         self.size = exchange.size
-        self.others = _others(exchange.rank, exchange.size)
         self.signature = signature
         self.sequence = sequence
         self.deadline = deadline
@@ -49,6 +48,11 @@ class Operation:
         self.began = time.monotonic()
         self._sends: dict[int, list[Transfer]] = {}
         self._receives: dict[int, list[Transfer]] = {}
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All ranks but this one."""
+        return _others(self.rank, self.size)
 
     def __str__(self) -> str:
         name = f"{self.signature.name} #{self.sequence}"
@@ -77,7 +81,6 @@ class Operation:
         part = copy.copy(self)
         part._members = members
         part.rank, part.size = members.index(self.rank), len(members)
-        part.others = _others(part.rank, part.size)
         part.board = part.hosts = None
         return part
 

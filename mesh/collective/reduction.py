@@ -29,6 +29,8 @@ class Reduction(enum.StrEnum):
     BOR = "BOR"
     BXOR = "BXOR"
 
+    __hash__ = str.__hash__  # an enumeration's own runs Python for every look into a table
+
 
 _BITWISE = frozenset({Reduction.BAND, Reduction.BOR, Reduction.BXOR})
 _ORDER = frozenset({Reduction.MIN, Reduction.MAX})

@@ -259,7 +259,7 @@ class Lanes:
             link.blocks.put_back(block)
         return kept
 
-    async def read_back(
+    async def take_back(
         self,
         connection: Connection,
         place: Place,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from mesh.autograd.wire import Failure, Marked, MarkOrder, StartOrder
+from mesh.autograd.wire import (
+    Claimed,
+    ClaimOrder,
+    Failure,
+    Marked,
+    MarkOrder,
+    SettleOrder,
+    StartOrder,
+)
 from mesh.rpc.links import ContextId, Link
 from tests.parsers.of_auth import node_ids
 from tests.parsers.parser import Parser
@@ -60,21 +68,54 @@ PARSERS = [
         name="autograd.marked",
         covers=("mesh.autograd.wire.Marked.decode",),
         form="message",
-        values=st.builds(Marked, st.booleans(), _wanted),
+        values=st.builds(Marked, st.booleans(), _wanted, st.integers(0, 1 << 20)),
         write=Marked.encode,
         read=Marked.decode,
         refuses=(ProtocolError,),
         is_canonical=False,  # as that
     ),
     Parser(
+        name="autograd.claim",
+        covers=("mesh.autograd.wire.ClaimOrder.decode",),
+        form="message",
+        values=st.builds(ClaimOrder, _contexts, _contexts, _numbers, _numbers, st.booleans()),
+        write=ClaimOrder.encode,
+        read=ClaimOrder.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="autograd.claimed",
+        covers=("mesh.autograd.wire.Claimed.decode",),
+        form="message",
+        values=st.builds(Claimed, st.booleans()),
+        write=Claimed.encode,
+        read=Claimed.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
         name="autograd.start",
         covers=("mesh.autograd.wire.StartOrder.decode",),
         form="message",
         values=st.builds(
-            StartOrder, _contexts, _contexts, _numbers, st.booleans(), st.floats(0, 1e6)
+            StartOrder,
+            _contexts,
+            _contexts,
+            _numbers,
+            st.booleans(),
+            st.floats(0, 1e6),
+            st.booleans(),
         ),
         write=StartOrder.encode,
         read=StartOrder.decode,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="autograd.settle",
+        covers=("mesh.autograd.wire.SettleOrder.decode",),
+        form="message",
+        values=st.builds(SettleOrder, _contexts, _contexts, _numbers, st.booleans()),
+        write=SettleOrder.encode,
+        read=SettleOrder.decode,
         refuses=(ProtocolError,),
     ),
     Parser(

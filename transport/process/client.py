@@ -43,7 +43,8 @@ from transport.udp import Refusal, UdpSocket
 __all__ = ["ProcessEngine"]
 
 START_SECONDS = 30.0
-"""How long the process may take to come up: half a second, on a machine that is not overloaded."""
+"""How long the process may do nothing before it is up. It takes half a second of a processor, which
+is much longer where many want one."""
 
 STOP_SECONDS = 2.0
 """How long it may take to end once it has nothing more to do."""
@@ -331,8 +332,8 @@ class ProcessEngine:
         self._turns.looked(now, more=more)
 
     def _report(self, link: MirrorLink) -> None:
-        while (event := link.next_event()) is not None:
-            self._on_event(link, event)
+        while link.events:
+            self._on_event(link, link.events.popleft())
 
     def _take_ready(self, record: Record) -> None:
         self._is_up = True
@@ -452,12 +453,12 @@ class ProcessEngine:
             number, self._next_sync = self._next_sync, self._next_sync + 1
             self._say(encode(Kind.SYNC, number=number))
             await anyio.sleep(min(self._config.liveness, ANSWER_SECONDS) / LOOKS)
-            now = time.monotonic()
-            if self._pulse.is_lost(now, processor_time(child.pid)) and self._is_up:
+            now, worked = time.monotonic(), processor_time(child.pid)
+            if self._pulse.is_lost(now, worked) and self._is_up:
                 self._give_up(
                     child, f"it did nothing for {self._config.liveness:g} s, as if it were stopped"
                 )
-            elif self._answers.is_lost(now, None):
+            elif self._answers.is_lost(now, None if self._is_up else worked):
                 seconds = ANSWER_SECONDS if self._is_up else START_SECONDS
                 self._give_up(child, f"it has not answered for {seconds:g} s")
 

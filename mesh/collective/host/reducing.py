@@ -71,7 +71,7 @@ def reduce(
             turns.turn()
             piece = elements[start : start + step]
             if is_root and piece.numel():
-                parts = [turns.elements(place, dtype) for place in range(size)]
+                parts = [turns.elements(place, dtype)[: piece.numel()] for place in range(size)]
                 parts[root] = piece
                 _fold(piece, parts, op, is_apart=root < 2)
 
@@ -100,8 +100,9 @@ def reduce_scatter(
                 _put(box[other * lane :], views[other], at * lane, lane)
             turns.turn()
             target = out[at * step : (at + 1) * step]
-            if target.numel():
-                parts = [turns.elements(each, dtype)[place * step :] for each in range(size)]
+            if count := target.numel():
+                span = slice(place * step, place * step + count)
+                parts = [turns.elements(each, dtype)[span] for each in range(size)]
                 parts[place] = chunks[place][at * step : (at + 1) * step]
                 _fold(target, parts, op, is_apart=False)
 
@@ -140,11 +141,12 @@ def _reduce_parts(
                 _put(box[other * lane :], views[other], at * lane, lane)
             turns.turn()
             own = parts[place][at * step : (at + 1) * step]
-            if own.numel():
-                shown = [turns.elements(each, dtype)[place * step :] for each in range(size)]
+            if count := own.numel():
+                span = slice(place * step, place * step + count)
+                shown = [turns.elements(each, dtype)[span] for each in range(size)]
                 shown[place] = own
                 # Where it is shown next, and to the tensor while it is in the cache.
-                _fold(turns.own_elements(dtype)[place * step :][: own.numel()], shown, op, own)
+                _fold(turns.own_elements(dtype)[span], shown, op, own)
             for other in board.others if at else ():
                 _put(views[other][(at - 1) * lane :], turns.box(other)[other * lane :], 0, lane)
 
@@ -168,11 +170,11 @@ def _fold(
     *,
     is_apart: bool = True,
 ) -> None:
-    """Reduce as many elements of `parts` as `out` has.
+    """Reduce `parts`.
 
     Args:
         out: where the result goes.
-        parts: the contributions, at least as long.
+        parts: the contributions, as long.
         op: the reduction.
         copy: where the result goes, too.
         is_apart: as for `reduce_into`.
@@ -180,8 +182,7 @@ def _fold(
     count = out.numel()
     is_one_pass = len(parts) == 2 and copy is None and torch.get_num_threads() == 1
     if count <= FOLD_ELEMENTS or is_one_pass:
-        same = [part if part.numel() == count else part[:count] for part in parts]
-        reduce_into(out, same, op, is_apart=is_apart)
+        reduce_into(out, parts, op, is_apart=is_apart)
         if copy is not None:
             copy.copy_(out)
         return

@@ -13,9 +13,11 @@ No ring is lost. The ringer stores the counter and then loads the flag; the wait
 and then loads the counter. If neither store could overtake the load after it, one of the two sees
 the other's. Processors do let it overtake, x86 included, so that each stores with a
 lock held: in CPython of every version, to take it and to release it are atomic read-modify-writes,
-which on x86 are full barriers. Where they are somewhat less than that (Arm), a flag may come to be
-seen a moment late; therefore the first sleep lasts one millisecond, and each further one, by when
-the flag has long been seen, twice as long as the one before. The counter is stored after the bytes,
+which on x86 are full barriers. Elsewhere the one lets nothing before it pass, and the other nothing
+after it, so that the lock is taken once more between the store and the load: a release and an
+acquisition after it are in order on Arm. Should a processor know less order than that, a sleep of
+`Waiter.wait` lasts one millisecond at first, and each further one twice as long as the one before.
+The counter is stored after the bytes,
 and the bytes are loaded after the counter: x86 keeps both orders by itself, and elsewhere the lock
 does, which a waiter takes twice when it is done: what comes after the second time it is taken comes
 after what was before the first time it was released.
@@ -104,6 +106,9 @@ class Bell:
         words = self._words
         with self._fence:
             words[self._at] = count
+        if not _KEEPS_ORDER:
+            with self._fence:
+                pass
         for flag, knocker in self._waiters:
             if words[flag]:
                 knocker.knock()
@@ -169,6 +174,9 @@ class Waiter:
         """
         with self._fence:
             self._words[self._flag] = 1
+        if not _KEEPS_ORDER:
+            with self._fence:
+                pass
 
     def disarm(self) -> None:
         """Have bells make no system call any more."""
@@ -222,17 +230,20 @@ class Waiter:
 
 
 class _Knocker:
-    """Makes an eventfd readable, unless it could not be more readable."""
+    """Makes an eventfd readable, unless it could not be more readable. For any thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
+        self._lock = threading.Lock()
+        """A poll object refuses a second thread, whose wake-up would be lost."""
 
     def knock(self) -> None:
-        if self._poll.poll(0):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._descriptor, 1)
+        with self._lock:
+            if self._poll.poll(0):
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_write(self._descriptor, 1)
 
 
 def make_eventfd() -> int:

@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def compare(seed: int, size: int) -> int:
         for ours, reference in zip(mine, theirs, strict=True):
             _same(got.get(ours), reference.grad, "an input")
             assert ours.grad is None
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         others = [
             rpc.rpc_async(each, collect, (seed, each, context_id)) for each in range(1, workers)
         ]
@@ -105,10 +106,9 @@ def compare(seed: int, size: int) -> int:
             for index, leaf in enumerate(alone.leaves[each]):
                 _same(gradients[index], leaf.grad, f"leaf {index} of worker {each}")
             assert left == [None] * len(left)
-            for name, count in theirs_counts.items():
-                counts[name] = counts.get(name, 0) + count
-        assert counts == dict(alone.counts), _difference(counts, alone.counts)
-    return counts.get(CROSSING, 0)
+            counts.update(theirs_counts)
+        assert counts == alone.counts, _difference(counts, alone.counts)
+    return counts[CROSSING]
 
 
 def _losses(results: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -125,11 +125,9 @@ def _same(ours: Any, reference: Any, what: str) -> None:
     torch.testing.assert_close(ours.to_dense(), reference.to_dense(), msg=lambda m: f"{what}: {m}")
 
 
-def _difference(ours: dict[str, int], reference: Any) -> str:
+def _difference(ours: Counter[str], reference: Counter[str]) -> str:
     names = {*ours, *reference}
-    return str(
-        {n: (ours.get(n), reference.get(n)) for n in names if ours.get(n) != reference.get(n)}
-    )
+    return str({n: (ours[n], reference[n]) for n in names if ours[n] != reference[n]})
 
 
 def main() -> None:
@@ -145,7 +143,7 @@ def main() -> None:
         send(self, origin, gradients)
 
     Run.send = counted  # type: ignore[method-assign]
-    config = EndpointConfig(bind="127.0.0.1:0", liveness=15.0)
+    config = EndpointConfig(bind="127.0.0.1:0", liveness=15.0, placement="loop")
     node = blocking.Node.embedded(key=SecretKey.generate(), authorizer=allow_any(), config=config)
     with node:
         rpc.init_rpc(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from mesh import autograd, blocking, optim, rpc
 from mesh.rpc import Agent, MeshRpcBackendOptions, RefLimits, RRef, api
 from transport import EndpointConfig
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=3.0)
+CONFIG = EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=3.0)
 LEASE = 1.0
 
 weight = torch.ones(8, 8, requires_grad=True)
@@ -31,7 +32,7 @@ def forward(x: torch.Tensor, rank: int, last: int, dying: int) -> torch.Tensor:
     """Go through this stage and those behind it."""
     y = torch.tanh(x @ weight)
     if rank == dying:
-        y.register_hook(lambda _: os._exit(9))
+        y.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     return y if rank == last else rpc.rpc_sync(rank + 1, forward, (y, rank + 1, last, dying))
 
 

@@ -187,6 +187,26 @@ async def test_what_answers_foretell_is_asked_of_nobody_before_the_run(hops: int
     assert bool(waves) == bool(hops)
 
 
+def add(worker: Worker, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+@pytest.mark.parametrize("at", ["another", "itself"])
+async def test_what_gets_the_same_gradient_as_another_has_one_of_its_own(at: str) -> None:
+    def program(a: Worker, b: Worker) -> None:
+        x, y, z = (torch.ones(3, requires_grad=True) for _ in range(3))
+        with a.context() as context_id:
+            one = a.call(b, add, x, y) + z
+            loss = (a.call(b, add, one, one) + a.call(b, add, one, z)).sum()
+            for _ in range(2):
+                a.backward(context_id, loss, retain_graph=True)
+            gradients = a.gradients(context_id)
+            assert [gradients[each].tolist() for each in (x, y, z)] == [[6.0] * 3] * 2 + [[8.0] * 3]
+
+    async with workers(2, add) as (a, b):
+        await in_thread(program, a, b if at == "another" else a)
+
+
 async def test_a_result_can_be_the_loss_itself() -> None:
     def total(worker: Worker, x: torch.Tensor) -> torch.Tensor:
         return (x * worker.weight).sum()

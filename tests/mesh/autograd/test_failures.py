@@ -77,6 +77,51 @@ async def test_what_is_raised_anywhere_reaches_the_root_with_its_place() -> None
         await quiet(a, b, c)
 
 
+async def test_what_fails_leaves_no_gradient_anywhere_if_that_is_asked_for() -> None:
+    def program(a: Worker, b: Worker, c: Worker) -> None:
+        x = torch.ones(3, requires_grad=True)
+
+        def gradients() -> list[dict[torch.Tensor, torch.Tensor]]:
+            every = [each.gradients(context_id) for each in (a, b, c)]
+            return [{leaf: each.clone() for leaf, each in some.items()} for some in every]
+
+        for atomic in (False, True):
+            with a.context() as context_id:
+                loss = a.call(b, through, x, "scale").sum()
+                a.backward(context_id, loss, atomic=atomic, retain_graph=True)
+                before = gradients()
+                assert [len(each) for each in before] == [1, 1, 1]
+                # It fails at the root, when the others are done; and where nobody has begun.
+                for bad in (
+                    a.call(b, through, raising(a, x), "scale"),
+                    a.call(b, through, x, "raising"),
+                ):
+                    with pytest.raises(BackwardError, match="as was expected"):
+                        a.backward(context_id, bad.sum(), atomic=atomic)
+                same = [
+                    all(torch.equal(each[leaf], old[leaf]) for leaf in each)
+                    for each, old in zip(gradients(), before, strict=True)
+                ]
+                assert same == [True, atomic, atomic]
+                for each in b.agent.autograd.contexts, c.agent.autograd.contexts:
+                    (context,) = each
+                    wait_until(lambda context=context: not context.asides)  # type: ignore[misc]
+                a.backward(context_id, loss, atomic=atomic)  # adds up
+                assert torch.equal(a.gradients(context_id)[x], 2 * before[0][x])
+
+    async with workers(3, scale, raising, through) as (a, b, c):
+        b.others = [c]
+        await in_thread(program, a, b, c)
+        await quiet(a, b, c)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 2
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 async def test_what_cannot_be_gone_backward_from_is_refused() -> None:
     def program(a: Worker, b: Worker) -> None:
         x = torch.ones(3, requires_grad=True)
@@ -284,12 +329,6 @@ async def test_gradients_that_never_come_end_the_wait() -> None:
 
 
 async def test_what_a_graph_keeps_of_a_caller_takes_room_of_its_until_the_context_ends() -> None:
-    def until(is_so: Callable[[], bool]) -> None:
-        end = time.monotonic() + 2
-        while not is_so():  # the thread that ran the function lets go of it a moment later
-            assert time.monotonic() < end
-            time.sleep(0.001)
-
     def program(a: Worker, b: Worker) -> None:
         room = b.agent.service._room
         room._max_bytes_per_peer = 36
@@ -299,15 +338,15 @@ async def test_what_a_graph_keeps_of_a_caller_takes_room_of_its_until_the_contex
                 loss = a.call(b, scale, x).sum()  # keeps 12 bytes, for the gradient of the weight
             for _ in range(3):
                 a.call(b, torch.neg, y)  # keeps none
-                until(lambda: room.used == 24)
+                wait_until(lambda: room.used == 24)
             loss = loss + a.call(b, scale, x).sum()
             with pytest.raises(QuotaExceeded):
                 a.call(b, scale, x)
-            until(lambda: room.used == 36)
+            wait_until(lambda: room.used == 36)
             room._max_bytes_per_peer = 72  # three gradients take some, too, on their way
             a.backward(context_id, loss)
             assert torch.equal(a.gradients(context_id)[x], 2 * b.weight.detach())
-        until(lambda: not room.used)
+        wait_until(lambda: not room.used)
 
     async with workers(2, scale) as (a, b):
         await in_thread(program, a, b)

@@ -111,16 +111,17 @@ async def test_a_run_begins_when_all_is_marked_that_another_asks_for(is_waited_f
         marker = b.agent.autograd._passes._marker
         spread = marker._spread
 
-        async def late(*args: Any) -> None:
+        async def late(*args: Any) -> int:
             await anyio.sleep(0.1)
-            await spread(*args)
+            return await spread(*args)
 
-        async def unheard(*args: Any) -> None:
+        async def unheard(*args: Any) -> int:
             async def later() -> None:
                 with contextlib.suppress(Exception):  # all may be over by then
                     await late(*args)
 
             b.agent.start_soon(later)
+            return 0
 
         marker._spread = late if is_waited_for else unheard  # type: ignore[method-assign]
         if is_waited_for:

@@ -23,7 +23,9 @@ from transport.udp import UdpSocket
 
 __all__ = ["CONFIG", "Peer", "client", "peer"]
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=1.0, linger=0.5, connect_timeout=3.0)
+CONFIG = EndpointConfig(
+    bind="127.0.0.1:0", placement="loop", liveness=1.0, linger=0.5, connect_timeout=3.0
+)
 
 
 class Peer:

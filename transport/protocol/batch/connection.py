@@ -54,6 +54,10 @@ POSTED_WINDOW = 32 << 20
 """How far the peer may be ahead, in bytes, in memory that the application has posted: enough for
 1 GB/s over 30 ms. What is posted is bounded by whoever allocated it."""
 
+IDLE_STEP = 0.01
+"""The idle timeout is put off no more often than this, in seconds: it depends on the probe timeout,
+which changes with each packet."""
+
 MAX_RANGES = 256
 """Of an acknowledgement that aioquic reads; it searches all of them for each."""
 
@@ -92,6 +96,7 @@ class BatchConnection(QuicConnection):
         self._loss._pacer = self.pacer  # type: ignore[assignment]
 
         self._key_update_at = KEY_UPDATE_PACKETS
+        self._idle_step_at = 0.0
         self._connection_window = configuration.max_data
         self._connection_consumed = 0
         self._stream_window = configuration.max_stream_data
@@ -444,6 +449,12 @@ class BatchConnection(QuicConnection):
         if not self._writer.has_data:
             self._writer.ran_dry()
         return datagrams
+
+    def put_off_idle_timeout(self, now: float) -> None:
+        """Let it count from `now` (RFC 9000 section 10.1), give or take `IDLE_STEP`."""
+        if now >= self._idle_step_at:
+            self._idle_step_at = now + IDLE_STEP
+            self._close_at = now + self._idle_timeout()
 
     def _update_keys_in_time(self) -> None:
         if self._packet_number >= self._key_update_at:

@@ -425,7 +425,7 @@ def _note_sent(quic: BatchConnection, size: int, eliciting: int, now: float) -> 
         quic._loss._time_of_last_sent_ack_eliciting_packet = now
         quic.pacer.took(size, now)
         if not quic._ack_eliciting_sent_since_receipt:
-            quic._close_at = now + quic._idle_timeout()
+            quic.put_off_idle_timeout(now)
             quic._ack_eliciting_sent_since_receipt = True
 
 
