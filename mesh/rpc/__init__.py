@@ -9,15 +9,16 @@ exposed            what peers may call
 operators          torch's operators, which they may call anyhow
 pickled            what old programs send, where both sides allow it
 exceptions         how what was raised comes back
-wire               the messages
+targets, heads     what is called, and what messages say that is the same from call to call
+wire, patterns     the messages, and the short way to write and read most of them
 owned, holding     the two sides of a reference: its owner's, and its holder's
 reference, passing `RRef`, and how one travels
 modules            modules elsewhere: what `mesh.nn` is
 carriage           tensors on their way
 placement          which device they are put on
 workers, bridge    threads for functions that block, and the way between them and the loop
-service            answering calls
-agent, asking      making them
+service, prompt    answering calls, and those that are answered at once
+agent, asking      making them, and `quick`, the short way for threads
 streams            what a peer's generator yields, at its reader
 serve_stream       the same at the callee, and `sources`, the generators
 listing            what there is of references, for people

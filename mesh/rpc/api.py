@@ -164,14 +164,16 @@ def rpc_sync(
         Exception: what the function raised, and what `Agent.call` raises.
     """
     worker = _need()
-    agent, node_id = worker.agent, worker.find(to)
+    agent, node_id = worker.agent, worker.node_of(to)
     seconds = agent.asking.seconds(_seconds(timeout))
+    given = positional(args)
     result = call_quickly(
-        agent, node_id, func, positional(args), kwargs or {}, seconds, lambda: _worker is not worker
+        agent, node_id, func, given, kwargs or {}, seconds, lambda: _worker is not worker
     )
     if not isinstance(result, NotNow):
         return result
-    return worker.wait_for(agent.prepare(node_id, func, positional(args), kwargs, timeout=seconds))
+    node_id = worker.find(to)
+    return worker.wait_for(agent.prepare(node_id, func, given, kwargs, timeout=seconds))
 
 
 def rpc_async(

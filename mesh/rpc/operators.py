@@ -10,6 +10,7 @@ since torch then imports what it compiles with.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -237,8 +238,8 @@ def _bound(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     tensors = _tensors((args, kwargs))
     if name in _BROADCASTING or (name in _EITHER and len(tensors) > 1):
         try:
-            count = _count(torch.broadcast_shapes(*(each.shape for each in tensors)))  # type: ignore[no-untyped-call]
-        except RuntimeError:
+            count = _count(_broadcast([each.shape for each in tensors]))
+        except ValueError:
             count = 0  # which the operator will say
     elif name in _NO_LARGER or name in _EITHER:
         count = 2 * sum(_count(each.shape) for each in tensors)
@@ -248,6 +249,23 @@ def _bound(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     else:
         count = math.prod(max(2, _count(each.shape)) for each in tensors) ** 2
     return _LARGEST_ELEMENT * count
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the shape that others are broadcast to.
+
+    ``torch.broadcast_shapes`` would import what torch compiles with, which takes most of a second.
+
+    Raises:
+        ValueError: they can't be.
+    """
+    found: list[int] = []
+    for sizes in itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1):
+        others = {size for size in sizes if size != 1} or {1}
+        if len(others) > 1:
+            raise ValueError("shapes that don't go together")
+        found.insert(0, *others)
+    return found
 
 
 def _count(shape: Sequence[int]) -> int:
@@ -262,9 +280,8 @@ def _indices(tensors: list[torch.Tensor]) -> int:
     one for each dimension where it tells places.
     """
     try:
-        shape = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
-        count = torch.Size(shape).numel()
-    except RuntimeError:
+        count = math.prod(_broadcast([each.shape for each in tensors]))
+    except ValueError:
         count = sum(tensor.numel() for tensor in tensors)
     dims = max([3, *(tensor.dim() for tensor in tensors)])
     return _LARGEST_ELEMENT * dims * count

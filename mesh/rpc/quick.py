@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from auth import MeshError, NodeId
-from mesh.rpc.asking import positional
 from mesh.rpc.bridge import ended
 from mesh.rpc.carriage import beside, together
 from mesh.rpc.errors import RpcError, as_runtime_error
@@ -56,7 +55,7 @@ def call_quickly(
     agent: Agent,
     to: NodeId,
     function: Callable[..., Any] | str,
-    args: Sequence[Any],
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     seconds: float,
     is_over: Callable[[], bool],
@@ -76,10 +75,10 @@ def call_quickly(
     connection = agent.short_way(to)
     if connection is None or current_context.get() is not None:
         return NOT_NOW
-    given, is_mapped = positional(args), agent.placement.has_map(to)
-    request = None if is_mapped else write_request(function, given, kwargs, seconds)
+    is_mapped = agent.placement.has_map(to)
+    request = None if is_mapped else write_request(function, args, kwargs, seconds)
     if request is None:
-        request = _written(agent, to, function, given, kwargs, seconds)
+        request = _written(agent, to, function, args, kwargs, seconds)
     if request is None:
         return NOT_NOW
     agent.activity.begin()

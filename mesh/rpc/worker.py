@@ -152,6 +152,15 @@ class Worker:
                 self._pending.discard(begun)
 
     def find(self, to: str | int | WorkerInfo | NodeId) -> NodeId:
+        """Return the node of a worker, which can be dialled then. Raises as `node_of`."""
+        node_id = self.node_of(to)
+        where = self.roster.addresses(node_id)
+        endpoint = self.node.endpoint
+        if where and not endpoint.known_addresses(node_id):
+            self.node.portal.call(endpoint.add_addresses, node_id, where)
+        return node_id
+
+    def node_of(self, to: str | int | WorkerInfo | NodeId) -> NodeId:
         """Return the node of a worker.
 
         Raises:
@@ -161,18 +170,10 @@ class Worker:
         if isinstance(to, NodeId):
             return to
         if isinstance(to, WorkerInfo):
-            info = to
-        elif isinstance(to, str | int):
-            info = self.info(to)
-        else:
-            raise ValueError(  # noqa: TRY004 - as upstream
-                f"Cannot get WorkerInfo from name {to}"
-            )
-        where = self.roster.addresses(info.node_id)
-        endpoint = self.node.endpoint
-        if where and not endpoint.known_addresses(info.node_id):
-            self.node.portal.call(endpoint.add_addresses, info.node_id, where)
-        return info.node_id
+            return to.node_id
+        if isinstance(to, str | int):
+            return self.info(to).node_id
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")  # as upstream
 
     def info(self, who: str | int) -> WorkerInfo:
         """Return a worker by name or rank.

@@ -12,6 +12,7 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar, cast
 
 import anyio
@@ -203,12 +204,10 @@ def is_handler() -> bool:
     return _here.workers is not None
 
 
-@contextlib.contextmanager
-def may_block() -> Iterator[None]:
+def may_block() -> AbstractContextManager[None]:
     """Say that this thread waits for a peer in the block, whoever's thread it is."""
     workers = _here.workers
-    if workers is None:
-        yield
-        return
-    with workers.waiting():
-        yield
+    return _nothing if workers is None else workers.waiting()
+
+
+_nothing = contextlib.nullcontext()

@@ -79,9 +79,10 @@ MAX_UNSENT = 4096
 
 _log = logging.getLogger("quicmesh.tensors")
 
-SPIN_SECONDS = 200e-6
+SPIN_SECONDS, LONGEST_SPIN = 200e-6, 500e-6
 """How long a thread that waits for a reply looks for it itself, before it sleeps: most replies that
-are computed at once are there by then, and to be woken takes as long again."""
+are computed at once are there by then, and to be woken takes as long again. On a machine on which
+they have lately taken somewhat longer, it looks for longer."""
 
 LOOK_SECONDS = 0.2
 """Between two looks whether a thread is still to wait."""
@@ -131,6 +132,8 @@ class Calls:
         """Held by whoever writes to a ring or takes from one."""
         self._spinning = 0
         """Threads that look for replies themselves."""
+        self._spin_seconds = SPIN_SECONDS
+        """For how long the next one does."""
         self._found: deque[Message] = deque()
         """What they have found for the event loop."""
         self._running: dict[int, anyio.CancelScope] = {}
@@ -200,11 +203,15 @@ class Calls:
                 return None
             if not self._put(Message(REQUEST, number, request)):
                 return None
+            began = time.perf_counter()
             self._spin(waiting)
             end = time.monotonic() + timeout
             while not waiting.over.wait(max(0.0, min(end - time.monotonic(), LOOK_SECONDS))):
                 if time.monotonic() >= end or is_over():
                     raise TimeoutError
+            took = time.perf_counter() - began
+            is_long = took > LONGEST_SPIN
+            self._spin_seconds = SPIN_SECONDS if is_long else max(SPIN_SECONDS, 2 * took)
         except BaseException:
             if not waiting.over.is_set():
                 self._put(Message(CANCEL, number))  # without room, its own limit ends it there
@@ -286,7 +293,7 @@ class Calls:
 
     def _spin(self, waiting: _Sleeping) -> None:
         """Look for a reply, in its own thread, for a moment."""
-        end = time.perf_counter() + SPIN_SECONDS
+        end = time.perf_counter() + min(self._spin_seconds, LONGEST_SPIN)
         with self._lock:
             if self._is_over:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -126,3 +127,16 @@ def test_peers_say_neither_where_memory_is_taken_nor_that_it_is_pinned() -> None
             zeros(device=device)
     with pytest.raises(NotExposed, match="pin"):
         zeros(pin_memory=True)
+
+
+def test_shapes_are_broadcast_as_torch_does() -> None:
+    rules = random.Random(7)
+    for _ in range(500):
+        shapes = [rules.choices([0, 1, 1, 2, 3], k=rules.randrange(4)) for _ in range(3)]
+        try:
+            expected = list(torch.broadcast_shapes(*map(tuple, shapes)))  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            with pytest.raises(ValueError, match="together"):
+                operators._broadcast(shapes)
+        else:
+            assert operators._broadcast(shapes) == expected
