@@ -8,6 +8,7 @@
 ``daemon.json``           of the running daemon: process, boot, addresses
 ``daemon.lock``           held by the running daemon for as long as it lives
 ``daemon.log``            what ``mesh up --detach`` writes
+``endpoint.sock``         where programs share the running daemon's endpoint process
 ========================  =========================================================
 """
 
@@ -100,6 +101,11 @@ class Home:
     def log_path(self) -> Path:
         """Where a detached daemon writes."""
         return self.path / "daemon.log"
+
+    @property
+    def endpoint_path(self) -> Path:
+        """Where programs come that share the endpoint process of the running daemon."""
+        return self.path / "endpoint.sock"
 
     @property
     def run_path(self) -> Path:

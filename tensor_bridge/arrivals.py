@@ -20,7 +20,7 @@ from tensor_bridge.codec import TensorMeta
 from tensor_bridge.errors import NoSuchTensor
 from tensor_bridge.landing_memory import LandingMemory
 from tensor_bridge.moves import INTERRUPTED, Landing
-from tensor_bridge.store import Reservation, TensorStore
+from tensor_bridge.store import Outside, Reservation, TensorStore
 from tensor_bridge.wire import Stored
 from transport import ProtocolError
 
@@ -70,6 +70,12 @@ class Arrival:
             self._stored = Stored.of(stored)
             self.landing = None
         assert self._stored is not None
+        return self._stored
+
+    def keep_outside(self, content: Outside) -> Stored:
+        """Do the same with a tensor that need not land, for it lies elsewhere already."""
+        stored = self._reservation.keep_outside(content, self.meta, name=self._name)
+        self._stored, self.landing = Stored.of(stored), None
         return self._stored
 
     def failed(self, error: MeshError) -> None:
@@ -159,6 +165,46 @@ class Arrivals:
             if arrival._left_at is None or arrival._left_at > oldest:
                 break
             self._finished.popitem(last=False)
+
+    def keep_outside(
+        self,
+        owner: NodeId,
+        upload: str,
+        meta: TensorMeta,
+        content: Outside,
+        *,
+        name: str | None = None,
+        quotas: Quotas | None = None,
+    ) -> Stored | None:
+        """Have an arrival begin and end at once; None if there is one of that upload id.
+
+        Raises:
+            QuotaExceeded: there is no room.
+        """
+        key = (owner, upload)
+        if self._closed or self._find(key) is not None:
+            return None
+        arrival = self._begin(key, meta, name, quotas)
+        try:
+            return arrival.keep_outside(content)
+        finally:
+            arrival._left_at = self._clock()
+            arrival._turn.release()
+            self._remember(key, arrival)
+
+    def undo(self, owner: NodeId, upload: str) -> None:
+        """Forget an arrival, and the object that it may have become; its owner gave it up."""
+        key = (owner, upload)
+        arrival = self._find(key)
+        if arrival is None:
+            return
+        if arrival._holder is not None:
+            arrival._is_useless = True
+            arrival._holder.cancel()
+        elif arrival.landing is None:
+            self._undo(key, arrival)
+        else:
+            self._drop(key)
 
     def drop_owner(self, owner: NodeId) -> None:
         """Forget every arrival of `owner` that nobody holds."""

@@ -14,6 +14,7 @@ import torch
 from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
+from tensor_bridge.keeping import have_kept, take_back
 from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane, sealed_copy
 from tensor_bridge.memory import Payload, allocate
 from tensor_bridge.moves import (
@@ -151,11 +152,29 @@ class TensorClient:
         meter = Meter(meta.nbytes, progress)
         upload = secrets.token_hex(16)
 
-        source, is_sealed = tensor, False
+        source, is_sealed, is_first = tensor, False, True
+
+        def check() -> None:
+            if writes_of(tensor) != writes:
+                raise self._changed("put of a tensor", "it was written to while it was sent")
 
         async def attempt() -> Stored:
-            nonlocal source, is_sealed
+            nonlocal source, is_sealed, is_first
             connection = await self._connected()
+            if is_first and not shareable:
+                is_first = False
+                kept = await have_kept(
+                    connection,
+                    self._lanes,
+                    tensor,
+                    meta,
+                    upload=upload,
+                    name=name,
+                    check=check,
+                    moved=meter.sent,
+                )
+                if kept is not None:
+                    return kept
             offer = await self._lanes.offer(connection, meta.nbytes, sealed=shareable)
             if offer.brings_memory and not is_sealed:
                 source, is_sealed = await sealed_copy(tensor, meta), True
@@ -165,8 +184,7 @@ class TensorClient:
                 meter.resume(accepted.offset)
                 lane = choose_lane(stream, offer, accepted.lane, stall_seconds=self._stall_seconds)
                 await lane.send(Payload(source, meta, accepted.offset), meter.sent)
-                if writes_of(tensor) != writes:
-                    raise self._changed("put of a tensor", "it was written to while it was sent")
+                check()
                 await stream.send_message(Sent(writes).encode())
                 return Stored.decode(await receive_message(stream))
 
@@ -245,9 +263,14 @@ class TensorClient:
         landing = Landing(ref.meta, self._lanes.memory, meter.arrived)
 
         async def attempt() -> None:
+            connection = await self._connected()
+            if not landing.moved and await take_back(
+                connection, self._lanes, ref.object_id, landing
+            ):
+                return
             await read_into(
                 landing,
-                await self._connected(),
+                connection,
                 object_id=ref.object_id,
                 lanes=self._lanes,
                 stall_seconds=self._stall_seconds,
@@ -347,6 +370,7 @@ class TensorClient:
                     raise
 
         await self._persist(attempt, "deletion of a tensor", timeout, lambda: 0)
+        self._lanes.expect(self._connection, ref.meta.nbytes)
 
     async def info(self, object_id: str, *, timeout: float = CALL_SECONDS) -> TensorRef:
         """Return a reference, as of now, to a tensor of this client's at the peer.

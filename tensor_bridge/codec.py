@@ -173,12 +173,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and tensor.dtype in _PLAIN
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and not tensor.is_nested
         and not tensor.is_neg()
         and tensor.is_contiguous()
         and tensor.dim() <= MAX_DIMS
-        and (tensor.dim() < 2 or 1 not in tensor.shape)  # where order is a matter of strides alone
+        and (
+            tensor.dim() < 2
+            or 1 not in tensor.shape  # else order is a matter of strides alone
+            or tensor.stride() == _row_strides(tensor.shape)
+        )
     ):
         return False
     try:
@@ -190,6 +194,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 @functools.lru_cache(1024)
 def _plain_meta(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> TensorMeta:
     return TensorMeta(dtype, shape, tuple(range(len(shape))), requires_grad)
+
+
+@functools.lru_cache(1024)
+def _row_strides(shape: torch.Size) -> tuple[int, ...]:
+    return _dense_strides(shape, range(len(shape)))
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

@@ -66,7 +66,7 @@ class ReadService:
             raise TensorChanged("read of a tensor", why="it was written to since the first part")
         if order.offset > meta.nbytes:
             raise ProtocolError("read of a tensor", why="the offset is beyond its end")
-        payload = Payload(stored.tensor, meta, order.offset)
+        payload = Payload(stored.raw, meta, order.offset)
         offer = self._lanes.answer(
             incoming.connection,
             order.lanes,

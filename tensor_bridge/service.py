@@ -16,6 +16,7 @@ from tensor_bridge.memory import Payload
 from tensor_bridge.moves import INTERRUPTED, MoveLimits, settle
 from tensor_bridge.serve_create import CREATE_CALL, serve_create
 from tensor_bridge.serve_fetch import FetchService
+from tensor_bridge.serve_keep import offer_blocks
 from tensor_bridge.serve_put import PutService
 from tensor_bridge.serve_read import READ, ReadService
 from tensor_bridge.store import TensorStore
@@ -101,10 +102,11 @@ class TensorService:
         endpoint.register_service(
             CREATE_CALL, partial(serve_create, self.arrivals), scope="tensor:put"
         )
+        offer_blocks(endpoint, store, self.arrivals, lanes)
         endpoint.register_call(DELETE_CALL, self._delete, scope="tensor:delete")
         endpoint.register_call(LIST_CALL, self._list, scope="tensor:list")
         endpoint.register_call(INFO_CALL, self._info, scope="tensor:list")
-        endpoint.register_call(MAP_CALL, self._map, scope=ReadService.scope)
+        endpoint.register_call(MAP_CALL, self._map, scope=ReadService.scope, prompt=self._map_now)
         endpoint.subscribe(self._observe)
 
     async def __aenter__(self) -> TensorService:
@@ -211,11 +213,14 @@ class TensorService:
         return Listed.of(self.store.owned(call.object_id, incoming.peer.node_id)).encode()
 
     async def _map(self, incoming: Incoming) -> CborValue:
+        return self._map_now(incoming)
+
+    def _map_now(self, incoming: Incoming) -> CborValue:
         """Hand over the memory of an object, before the answer; nothing is answered without."""
         call = MapCall.decode(incoming.value)
         stored = self.store.owned(call.object_id, incoming.peer.node_id)
         is_handed = self._lanes.hand_over(
-            incoming.connection, Payload(stored.tensor, stored.meta), call.move
+            incoming.connection, Payload(stored.raw, stored.meta), call.move
         )
         return Listed.of(stored).encode() if is_handed else None
 

@@ -7,13 +7,13 @@ by reference: it costs no memory that is not the program's anyway, and counts on
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from auth import NodeId, Quotas
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, QuotaExceeded
 
-__all__ = ["Reservation", "StoreLimits", "StoredTensor", "TensorStore", "writes_of"]
+__all__ = ["Outside", "Reservation", "StoreLimits", "StoredTensor", "TensorStore", "writes_of"]
 
 GIB = 1 << 30
 
@@ -46,25 +46,73 @@ class StoreLimits:
     max_objects_per_owner: int = 16384
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Outside(Protocol):
+    """A tensor in memory that its owner can still write to."""
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """The tensor as it lies there, each byte of which is to be read once, and not believed."""
+        ...
+
+    def copied(self) -> torch.Tensor:
+        """Return a copy, which is nobody's but the caller's."""
+        ...
+
+
 class StoredTensor:
     """One object of a store.
 
+    Args:
+        content: the tensor itself, or where it lies.
+
     Attributes:
         object_id: 32 hexadecimal digits.
-        tensor: the tensor itself, not a copy.
         meta: its description when it was put.
         owner: the node it belongs to.
         name: what its owner calls it, for people.
         generation: counts what was ever put into the store; a part of `version`.
+        outside: where it lies, if that is memory that its owner can still write to.
     """
 
-    object_id: str
-    tensor: torch.Tensor
-    meta: TensorMeta
-    owner: NodeId
-    name: str | None
-    generation: int
+    __slots__ = ("_tensor", "generation", "meta", "name", "object_id", "outside", "owner")
+
+    def __init__(
+        self,
+        object_id: str,
+        content: torch.Tensor | Outside,
+        meta: TensorMeta,
+        owner: NodeId,
+        name: str | None,
+        generation: int,
+    ) -> None:
+        self.object_id = object_id
+        self.meta = meta
+        self.owner = owner
+        self.name = name
+        self.generation = generation
+        self._tensor: torch.Tensor | None = None
+        self.outside: Outside | None = None
+        if isinstance(content, torch.Tensor):
+            self._tensor = content
+        else:
+            self.outside = content
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself; from the first look at it on, in memory of this process's own.
+
+        Raises:
+            QuotaExceeded: it has to be copied for that, and this machine has no room for it.
+        """
+        if self._tensor is None:
+            assert self.outside is not None
+            self._tensor, self.outside = self.outside.copied(), None
+        return self._tensor
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """The tensor as it lies, wherever that is, for who sends its bytes on and looks at none."""
+        return self.tensor if self.outside is None else self.outside.raw
 
     @property
     def version(self) -> int:
@@ -73,7 +121,7 @@ class StoredTensor:
         The generation in the upper bits, ``tensor._version`` in the lower 32. Writes that torch
         does not count (through ``.data``, ``data_ptr``, or to inference tensors) don't show.
         """
-        return self.generation << 32 | writes_of(self.tensor) & 0xFFFFFFFF
+        return self.generation << 32 | writes_of(self.raw) & 0xFFFFFFFF
 
 
 class Reservation:
@@ -87,10 +135,21 @@ class Reservation:
 
     def keep(self, tensor: torch.Tensor, *, name: str | None = None) -> StoredTensor:
         """Put `tensor`, which must have been allocated under this reservation, into the store."""
+        return self._keep(tensor, describe(tensor), name)
+
+    def keep_outside(
+        self, content: Outside, meta: TensorMeta, *, name: str | None = None
+    ) -> StoredTensor:
+        """Put a tensor into the store that lies elsewhere, at this reservation's expense."""
+        return self._keep(content, meta, name)
+
+    def _keep(
+        self, content: torch.Tensor | Outside, meta: TensorMeta, name: str | None
+    ) -> StoredTensor:
         if not self._open:
             raise RuntimeError("the reservation was used or released before")
         self._open = False
-        return self._store._add(tensor, self.owner, name, charged=self.nbytes)
+        return self._store._add(content, meta, self.owner, name, charged=self.nbytes)
 
     def release(self) -> None:
         """Give the room back unless it was kept or released before."""
@@ -137,15 +196,17 @@ class TensorStore:
             NoSuchTensor: `object_id` names no object of this owner.
         """
         if object_id is None:
+            meta = describe(tensor)
             self._count(owner, Quotas())
-            return self._add(tensor, owner, name, charged=0)
+            return self._add(tensor, meta, owner, name, charged=0)
         replaced = self.owned(object_id, owner)
-        stored = dataclasses.replace(
-            replaced,
-            tensor=tensor,
-            meta=describe(tensor),
-            name=name or replaced.name,
-            generation=next(self._generations),
+        stored = StoredTensor(
+            object_id,
+            tensor,
+            describe(tensor),
+            owner,
+            name or replaced.name,
+            next(self._generations),
         )
         self._bytes_back(owner, self._charges.pop(object_id))
         self._objects[object_id] = stored
@@ -241,19 +302,22 @@ class TensorStore:
         self._counts[owner] += 1
 
     def _add(
-        self, tensor: torch.Tensor, owner: NodeId, name: str | None, *, charged: int
+        self,
+        content: torch.Tensor | Outside,
+        meta: TensorMeta,
+        owner: NodeId,
+        name: str | None,
+        *,
+        charged: int,
     ) -> StoredTensor:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._discharge, owner, charged)
-            stored = StoredTensor(
-                object_id=secrets.token_hex(OBJECT_ID_CHARACTERS // 2),
-                tensor=tensor,
-                meta=describe(tensor),
-                owner=owner,
-                name=name,
-                generation=next(self._generations),
-            )
-            undo.pop_all()
+        stored = StoredTensor(
+            secrets.token_hex(OBJECT_ID_CHARACTERS // 2),
+            content,
+            meta,
+            owner,
+            name,
+            next(self._generations),
+        )
         self._objects[stored.object_id] = stored
         self._charges[stored.object_id] = charged
         return stored

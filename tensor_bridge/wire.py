@@ -47,6 +47,7 @@ __all__ = [
     "take_id",
     "encode_fetch_failure",
     "lanes_of",
+    "name_of",
 ]
 
 MAX_NAME = 128
@@ -105,7 +106,7 @@ class PutOpen:
         message = cls(
             take_id(fields, "upload"),
             decode_meta(fields.value("meta")),
-            _name(fields),
+            name_of(fields),
             lanes_of(fields),
         )
         fields.finish()
@@ -188,7 +189,7 @@ class FetchOpen:
             addresses=_addresses(fields),
             token=_token(fields),
             meta=decode_meta(fields.value("meta")),
-            name=_name(fields),
+            name=name_of(fields),
         )
         fields.finish()
         return message
@@ -473,7 +474,7 @@ class Listed:
             object_id=take_id(fields, "object"),
             version=_version(fields),
             meta=decode_meta(fields.value("meta")),
-            name=_name(fields),
+            name=name_of(fields),
         )
         fields.finish()
         return message
@@ -555,7 +556,8 @@ def _lane(fields: Fields) -> str | None:
     return fields.text("lane", longest=MAX_LANE) if fields.has("lane") else None
 
 
-def _name(fields: Fields) -> str | None:
+def name_of(fields: Fields) -> str | None:
+    """Take the name of a tensor, None where there is none."""
     return fields.text("name", longest=MAX_NAME) if fields.has("name") else None
 
 

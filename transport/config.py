@@ -99,6 +99,10 @@ class EndpointConfig:
     ``"process"``, in a process of the endpoint's own, which leaves the program its GIL (Linux).
     None leaves it to who makes the endpoint, and there is the loop where nobody minds."""
 
+    share: str | None = None
+    """Unix socket of a process that moves the packets of several programs of a user, as a machine's
+    daemon has one. Where it takes this endpoint in, none is started; with ``"process"`` alone."""
+
     def __post_init__(self) -> None:
         if self.placement not in (None, "loop", "process"):
             raise TransportError(

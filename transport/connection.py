@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -113,6 +114,7 @@ class Connection:
         self._unclaimed: deque[int] = deque()
         self.max_streams = 1
         """Streams that the peer may have open at a time."""
+        self._window = 0
         self._streams_available = anyio.Event()
         self._ended = anyio.Event()
         self._regranted = anyio.Event()
@@ -199,13 +201,24 @@ class Connection:
         return stream
 
     async def call(
-        self, service: str, value: CborValue = None, *, timeout: float = CALL_TIMEOUT
+        self,
+        service: str,
+        value: CborValue = None,
+        *,
+        timeout: float = CALL_TIMEOUT,
+        patience: float = math.inf,
     ) -> CborValue:
         """Send `value` to one of the peer's calls and return its answer.
 
         It takes a stream, or the connection's `carrier` if that has room for it.
 
+        Args:
+            service, value: which call, and what for.
+            timeout: seconds for all of it.
+            patience: how long to wait for one of the peer's stream slots while no stream ends.
+
         Raises:
+            LimitExceeded: no slot in time.
             MeshError: what the handler raised, of the same class if it is one of the tree.
             DeadlineExceeded: no answer within `timeout` seconds; the handler is cancelled.
         """
@@ -219,7 +232,7 @@ class Connection:
             reply = await self._call_by(self.carrier, request[LENGTH.size :], timeout, too_late)
             if reply is not None:
                 return take_reply(reply, peer=self.peer)
-        stream = await self._open(framed=True, timeout=timeout)
+        stream = await self._open(framed=True, timeout=timeout, patience=patience)
         stream.expire_at(deadline, too_late)
         async with stream:
             await stream.write_request(request, fin=True)
@@ -387,10 +400,18 @@ class Connection:
         self.is_admitted = True
         event, self._regranted = self._regranted, anyio.Event()
         event.set()
-        self.max_streams = max_streams
+        self.max_streams = max(max_streams, self.max_streams)
+        self._window = window
         self._stream_timeout = stream_timeout
         self.core.admit(max_streams=max_streams, connection_window=window)
         self.pump()
+
+    def allow_streams(self, count: int) -> None:
+        """Let the peer have as many streams open at a time, if it might not yet."""
+        if count > self.max_streams and self.closed is None:
+            self.max_streams = count
+            self.core.admit(max_streams=count, connection_window=self._window)
+            self.pump()
 
     async def wait_regranted(self) -> None:
         """Wait until the peer is granted something else, or the connection is over."""
@@ -492,29 +513,33 @@ class Connection:
             raise
         raise too_late()
 
-    async def _open(self, *, framed: bool, timeout: float | None) -> Stream:
+    async def _open(
+        self, *, framed: bool, timeout: float | None, patience: float = math.inf
+    ) -> Stream:
         wait = self._stream_timeout if timeout is None else timeout
         if not self.is_open:
             self.raise_if_closed("opening a stream", "open")
             raise ConnectionClosed("opening a stream", peer=self._who(), why="we are closing")
         if not self.core.can_open_stream:
-            await self._wait_for_slot(wait)
+            await self._wait_for_slot(wait, patience)
         core = self.core.open_stream()
         stream = self._streams[core.stream_id] = Stream(
             self, core, framed=framed, opener=True, timeout=wait
         )
         return stream
 
-    async def _wait_for_slot(self, wait: float) -> None:
-        with anyio.move_on_after(wait):
+    async def _wait_for_slot(self, wait: float, patience: float) -> None:
+        end = anyio.current_time() + wait
+        with anyio.move_on_after(min(wait, patience)) as scope:
             while not self.core.can_open_stream:
                 await self._streams_available.wait()
                 self.raise_if_closed("opening a stream", "open")
+                scope.deadline = min(end, anyio.current_time() + patience)
             return
         raise LimitExceeded(
             "opening a stream",
             peer=self._who(),
-            after=wait,
+            after=min(wait, patience),
             why="the peer allows no more streams at a time",
             fix="Finish some streams first: each counts until both sides have ended it.",
         )

@@ -12,9 +12,9 @@ import time
 
 import anyio
 
-from transport.readiness import Alarm
+from transport.readiness import Alarm, CallbackLoop, callback_loop
 
-__all__ = ["Deadlines"]
+__all__ = ["Deadlines", "Wait"]
 
 
 class Deadlines:
@@ -22,31 +22,73 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._alarm = Alarm(self._ring)
-        self._waits: dict[anyio.Event, float] = {}
+        self._waits: dict[Wait, float] = {}
+        self._loop: CallbackLoop | None = None
+        self._knows_loop = False
 
     async def run(self) -> None:
         """Watch over the waits, until cancelled."""
         await self._alarm.run()
 
-    async def wait(self, event: anyio.Event, deadline: float) -> None:
-        """Wait for `event`, which nobody else waits for here; it is set at `deadline` anyway."""
-        self._waits[event] = deadline
-        self._alarm.set(deadline)
-        try:
-            await event.wait()
-        finally:
-            self._waits.pop(event, None)
+    def begin(self, deadline: float) -> Wait:
+        """Return a wait that ends at `deadline` at the latest, for one task, to be waited for."""
+        if not self._knows_loop:
+            self._loop, self._knows_loop = callback_loop(), True
+        return Wait(self, deadline, self._loop)
 
     def _ring(self) -> None:
         now = time.monotonic()
         earliest = math.inf
-        late: list[anyio.Event] = []
-        for event, deadline in self._waits.items():
+        late: list[Wait] = []
+        for wait, deadline in self._waits.items():
             if deadline <= now:
-                late.append(event)
+                late.append(wait)
             else:
                 earliest = min(earliest, deadline)
-        for event in late:
-            del self._waits[event]
-            event.set()
+        for wait in late:
+            del self._waits[wait]
+            wait.end()
         self._alarm.set(earliest)
+
+
+class Wait:
+    """One task's wait for one thing.
+
+    Where the event loop has futures, it is one: an `anyio.Event` is made for many who wait, and
+    costs twice as much.
+    """
+
+    __slots__ = ("_book", "_deadline", "_event", "_future", "is_woken")
+
+    def __init__(self, book: Deadlines, deadline: float, loop: CallbackLoop | None) -> None:
+        self._book = book
+        self._deadline = deadline
+        self._future = None if loop is None else loop.create_future()
+        self._event = anyio.Event() if loop is None else None
+        self.is_woken = False
+        """Whether it was woken, and did not end for want of time."""
+
+    async def over(self) -> bool:
+        """Wait until `wake` is called; return whether it was, before the deadline."""
+        self._book._waits[self] = self._deadline
+        self._book._alarm.set(self._deadline)
+        try:
+            if self._future is not None:
+                await self._future
+            elif self._event is not None:
+                await self._event.wait()
+        finally:
+            self._book._waits.pop(self, None)
+        return self.is_woken
+
+    def wake(self) -> None:
+        """What was waited for has come."""
+        self.is_woken = True
+        self.end()
+
+    def end(self) -> None:
+        """Have `over` return."""
+        if self._event is not None:
+            self._event.set()
+        elif self._future is not None and not self._future.done():
+            self._future.set_result(None)

@@ -19,7 +19,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
 import anyio
 import anyio.lowlevel
@@ -130,8 +129,10 @@ class Driver:
         self._waiting.pop(core, None)
         began = time.monotonic()
         try:
-            with _Contained(core):
+            try:
                 self._flush(core)
+            except Exception:
+                _give_up(core)
             self._report(core)  # its end, where it has just been given up
         finally:
             self._pumping.discard(core)
@@ -178,8 +179,10 @@ class Driver:
         """
         self._pumping.add(core)
         try:
-            with _Contained(core):
+            try:
                 self._report(core)
+            except Exception:
+                _give_up(core)
         finally:
             self._pumping.discard(core)
         self._waiting[core] = None
@@ -201,16 +204,22 @@ class Driver:
         else:
             touched[core] = None
             others = []
-            with _Contained(core):
+            try:
                 others = core.receive_batch(self._buffer, size, segment, source, now)
+            except Exception:
+                _give_up(core)
             now = self._charge(core, now)
+            if not others:
+                return now
         for start, stop in others:
             data = bytes(self._buffer[start:stop])
             target = self.demux.route(data, source, now)
             if isinstance(target, ConnectionCore):
                 touched[target] = None
-                with _Contained(target):
+                try:
                     target.receive_datagram(data, source, now)
+                except Exception:
+                    _give_up(target)
             elif isinstance(target, Reply):
                 self._send(Transmit(target.data, len(target.data), source))
             now = self._charge(target, now)
@@ -219,10 +228,11 @@ class Driver:
     def _charge(self, target: object, since: float) -> float:
         """Return the time; what has passed was spent on a stranger unless `target` is admitted."""
         now = time.monotonic()
-        is_known = isinstance(target, ConnectionCore) and not self.demux.is_stranger(target)
-        self._guard.spend(now - since, now, on_strangers=not is_known)
-        if is_known:
+        if isinstance(target, ConnectionCore) and not self.demux.is_stranger(target):
+            self._guard.budget.spend(now - since, now, on_strangers=False)
             self._turns.spend(target, now - since)
+        else:
+            self._guard.spend(now - since, now)
         return now
 
     def _take_errors(self) -> None:
@@ -231,9 +241,11 @@ class Driver:
         for core in self.demux.connections if unreachable else ():
             address = core.quic.get_peer_address()
             if address is not None and (address[0], address[1]) in unreachable:
-                with _Contained(core):
+                try:
                     core.suspect(now)
                     core.handle_timer(now)
+                except Exception:
+                    _give_up(core)
                 self.pump(core)
 
     # -- sending
@@ -313,8 +325,8 @@ class Driver:
     # -- events and time
 
     def _report(self, core: ConnectionCore) -> None:
-        while (event := core.next_event()) is not None:
-            match event:
+        while core.events:
+            match event := core.events.popleft():
                 case ConnectionIdIssued(connection_id=connection_id):
                     self.demux.add(core, connection_id)
                 case ConnectionIdRetired(connection_id=connection_id):
@@ -352,8 +364,10 @@ class Driver:
         for core in due:
             deadline = core.next_deadline()
             if deadline is not None and deadline <= now:
-                with _Contained(core):
+                try:
                     core.handle_timer(now)
+                except Exception:
+                    _give_up(core)
                 self.pump(core)
             elif core not in self._waiting:
                 # One that waits is looked after in this turn, and given its new deadline then: now
@@ -366,25 +380,7 @@ def _leaves_time(taken: float, count: int) -> bool:
     return taken / count * (count + 1) <= TURN_SECONDS
 
 
-class _Contained:
-    """Gives up a connection that fails inside: its fault must not reach the others."""
-
-    __slots__ = ("_core",)
-
-    def __init__(self, core: ConnectionCore) -> None:
-        self._core = core
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if not isinstance(exc, Exception):
-            return False
-        _log.exception("a connection failed inside and is given up")
-        self._core.abandon("internal error")
-        return True
+def _give_up(core: ConnectionCore) -> None:
+    """Give up a connection that has just failed inside: its fault must not reach the others."""
+    _log.exception("a connection failed inside and is given up")
+    core.abandon("internal error")

@@ -18,13 +18,13 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, Protocol, cast
 
 import anyio
 import anyio.lowlevel
 
-__all__ = ["Alarm", "Later", "serve_readable"]
+__all__ = ["Alarm", "CallbackLoop", "Later", "LoopFuture", "callback_loop", "serve_readable"]
 
 
 async def serve_readable(sock: socket.socket | int, turn: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ async def serve_readable(sock: socket.socket | int, turn: Callable[[], bool]) ->
     A `turn` that returns True is followed by another, whether or not the socket can be read; in
     between, others run. What it raises is raised here.
     """
-    loop = _callback_loop()
+    loop = callback_loop()
     if loop is not None:
         reader = _Reader(loop, turn)
         try:
@@ -65,7 +65,7 @@ class Alarm:
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
         self._at = math.inf
-        self._loop: _Loop | None = None
+        self._loop: CallbackLoop | None = None
         self._call: _Call | None = None
         self._handle: _Handle | None = None
         self._scope: anyio.CancelScope | None = None
@@ -81,7 +81,7 @@ class Alarm:
 
     async def run(self) -> None:
         """Be there to ring, until cancelled. What the function raises is raised here."""
-        self._loop = _callback_loop()
+        self._loop = callback_loop()
         if self._loop is None:
             await self._run_in_task()
         else:
@@ -131,7 +131,7 @@ class Later:
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
-        self._loop: _Loop | None = None
+        self._loop: CallbackLoop | None = None
         self._call: _Call | None = None
         self._wanted: anyio.Event | None = None
         self._is_set = False
@@ -152,7 +152,7 @@ class Later:
 
     async def run(self) -> None:
         """Be there to call, until cancelled. What the function raises is raised here."""
-        self._loop = _callback_loop()
+        self._loop = callback_loop()
         try:
             if self._loop is None:
                 await self._run_in_task()
@@ -213,7 +213,7 @@ class _Call:
 class _Reader:
     """Takes turns when a socket can be read, and as long as a turn says that there is more."""
 
-    def __init__(self, loop: _Loop, turn: Callable[[], bool]) -> None:
+    def __init__(self, loop: CallbackLoop, turn: Callable[[], bool]) -> None:
         self.call = _Call(self._take_turn)
         self._loop = loop
         self._turn = turn
@@ -231,10 +231,10 @@ class _Reader:
             self._loop.call_soon(self.call, context=self.call.context)
 
 
-def _callback_loop() -> _Loop | None:
+def callback_loop() -> CallbackLoop | None:
     """Return the running event loop if it is one that calls functions, as asyncio's do."""
     loop = anyio.lowlevel.current_token().native_token
-    return cast("_Loop", loop) if hasattr(loop, "add_reader") else None
+    return cast("CallbackLoop", loop) if hasattr(loop, "add_reader") else None
 
 
 def _context() -> contextvars.Context:
@@ -253,19 +253,37 @@ class _Handle(Protocol):
     def cancel(self) -> None: ...
 
 
-class _Loop(Protocol):
-    """What is used of an event loop of asyncio's kind."""
+class LoopFuture(Awaitable[None], Protocol):
+    """What is used of an event loop's future."""
 
-    def add_reader(self, fd: Any, callback: Callable[[], object], /) -> object: ...
+    def done(self) -> bool:
+        """Whether it was set, or who waits for it was cancelled."""
 
-    def remove_reader(self, fd: Any, /) -> object: ...
+    def set_result(self, result: None, /) -> None:
+        """Wake who waits."""
+
+
+class CallbackLoop(Protocol):
+    """What is used of an event loop of asyncio's kind, under its names there."""
+
+    def add_reader(self, fd: Any, callback: Callable[[], object], /) -> object:
+        """Call `callback` whenever `fd` can be read."""
+
+    def remove_reader(self, fd: Any, /) -> object:
+        """Call it no more."""
 
     def call_soon(
         self, callback: Callable[[], object], /, *, context: contextvars.Context
-    ) -> _Handle: ...
+    ) -> _Handle:
+        """Call `callback` in the next turn."""
 
     def call_at(
         self, when: float, callback: Callable[[], object], /, *, context: contextvars.Context
-    ) -> _Handle: ...
+    ) -> _Handle:
+        """Call `callback` when `time` says `when`."""
 
-    def time(self) -> float: ...
+    def create_future(self) -> LoopFuture:
+        """Return what one can wait for."""
+
+    def time(self) -> float:
+        """Return the time by the loop's clock."""

@@ -103,9 +103,9 @@ class FloodGuard:
         self._exceeded = anyio.Event()
         self._attach()
 
-    def spend(self, seconds: float, now: float, *, on_strangers: bool) -> None:
-        """Take note of time spent on datagrams, until `now` of `time.monotonic`."""
-        self.budget.spend(seconds, now, on_strangers=on_strangers)
+    def spend(self, seconds: float, now: float) -> None:
+        """Take note of time spent on strangers' datagrams, until `now` of `time.monotonic`."""
+        self.budget.spend(seconds, now, on_strangers=True)
         if self.budget.is_exceeded and not self._exceeded.is_set():
             self._exceeded.set()
 

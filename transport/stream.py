@@ -15,6 +15,7 @@ import anyio.lowlevel
 from auth import MeshError, PeerIdentity
 from transport.cbor import CborValue, decode, encode
 from transport.codes import AppCode, code_of, error_of_code
+from transport.deadlines import Wait
 from transport.errors import (
     BufferGone,
     DeadlineExceeded,
@@ -64,7 +65,7 @@ class Stream(anyio.abc.ByteStream):
         self.timeout = timeout
         """Seconds that one wait on this stream may take."""
         self.core = core
-        self._waiters: list[anyio.Event] = []
+        self._waits: list[Wait] = []
         self._expiry: tuple[float, Callable[[], MeshError]] | None = None
         self._reading = anyio.ResourceGuard("reading from this stream")
         self._writing = anyio.ResourceGuard("writing to this stream")
@@ -261,10 +262,10 @@ class Stream(anyio.abc.ByteStream):
         """Something about the stream or its connection changed: let those who wait look again."""
         if self._abandoned is not None and self._is_abandoned:
             self._abandoned()
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for event in waiters:
-                event.set()
+        if self._waits:
+            waits, self._waits = self._waits, []
+            for wait in waits:
+                wait.wake()
 
     def expire_at(self, deadline: float, error: Callable[[], MeshError]) -> None:
         """Have waits after this raise `error` at `deadline`, of `time.monotonic`.
@@ -549,19 +550,18 @@ class Stream(anyio.abc.ByteStream):
 
     async def _wait(self, stage: str) -> None:
         """Wait until `wake` is called."""
-        event = anyio.Event()
-        self._waiters.append(event)
         expiry = self._expiry
         deadline = time.monotonic() + self.timeout
+        wait = self.connection.deadlines.begin(
+            deadline if expiry is None else min(deadline, expiry[0])
+        )
+        self._waits.append(wait)
         try:
-            await self.connection.deadlines.wait(
-                event, deadline if expiry is None else min(deadline, expiry[0])
-            )
-            if event not in self._waiters:
+            if await wait.over():
                 return
         finally:
-            if event in self._waiters:
-                self._waiters.remove(event)
+            if not wait.is_woken:
+                self._waits.remove(wait)
         if expiry is not None and expiry[0] <= deadline:
             raise expiry[1]()
         raise DeadlineExceeded(

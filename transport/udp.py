@@ -223,6 +223,8 @@ class UdpSocket:
 
         Returns how many bytes were taken: fewer than all when the socket's buffer is full.
         """
+        if len(data) <= segment:
+            return len(data) if self.send(data, address) else 0
         step = segment * max(1, min(MAX_SEGMENTS, MAX_SEGMENTED // segment))
         for start in range(0, len(data), step):
             part = data[start : start + step]

@@ -30,8 +30,12 @@ __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 WHOLE_BYTES = 64 * 1024
 """Largest tensor that more than two ranks exchange whole. Beyond, bytes cost more than steps."""
 
-PIECE_BYTES = 1 << 20
-"""Largest message. Large enough that its header does not show, small enough for the cache."""
+PIECE_BYTES = 8 << 20
+"""Largest message between two ranks. A sender hears that one has come before it begins the next,
+which is not to show."""
+
+LEAST_PIECE_BYTES = 1 << 20
+"""Of several ranks each has as much less scratch memory for every other, down to this."""
 
 AHEAD = 2
 """Pieces under way beside the one that is being reduced; bounds the scratch memory."""
@@ -70,7 +74,7 @@ def reduce(operation: Operation, elements: torch.Tensor, root: int, op: Reductio
     if operation.rank == root:
         _fold(operation, elements, elements, op)
     else:
-        for piece in _pieces(elements):
+        for piece in _pieces(elements, operation.size):
             operation.send(root, raw(piece))
     operation.finish()
 
@@ -93,14 +97,14 @@ def reduce_scatter(
         host.reduce_scatter(operation.board, operation, out, chunks, op)
         return
     for peer in operation.others:
-        for piece in _pieces(chunks[peer]):
+        for piece in _pieces(chunks[peer], operation.size):
             operation.send(peer, raw(piece))
     _fold(operation, out, chunks[operation.rank], op)
     operation.finish()
 
 
 def _exchange_whole(operation: Operation, elements: torch.Tensor, op: Reduction) -> None:
-    pieces = _pieces(elements)
+    pieces = _pieces(elements, operation.size)
     sends: list[list[Transfer]] = []
 
     def send(at: int) -> None:
@@ -117,8 +121,8 @@ def _exchange_chunks(operation: Operation, elements: torch.Tensor, op: Reduction
     bounds = [elements.numel() * rank // size for rank in range(size + 1)]
     chunks = [elements[start:stop] for start, stop in pairwise(bounds)]
     # As many pieces of each chunk, so that all ranks post the same messages in the same order.
-    count = max(_count(chunk) for chunk in chunks)
-    pieces = [_pieces(chunk, count) for chunk in chunks]
+    count = max(_count(chunk, size) for chunk in chunks)
+    pieces = [_pieces(chunk, size, count) for chunk in chunks]
 
     def send(at: int) -> None:
         for peer in operation.others:
@@ -166,7 +170,7 @@ def _fold(
         before: called before a piece of the result is written.
         after: called when it is written.
     """
-    outs, owns = _pieces(out, count), _pieces(own, count)
+    outs, owns = _pieces(out, operation.size, count), _pieces(own, operation.size, count)
     longest = max(piece.numel() for piece in outs)
     slots = min(AHEAD + 1, len(outs))
     scratch = [
@@ -189,13 +193,13 @@ def _fold(
         after(at)
 
 
-def _count(elements: torch.Tensor) -> int:
+def _count(elements: torch.Tensor, size: int) -> int:
     """Return into how many pieces a run of elements is cut: at least one, which may be empty."""
-    nbytes = elements.numel() * elements.dtype.itemsize
-    return max(1, -(-nbytes // PIECE_BYTES))
+    longest = max(LEAST_PIECE_BYTES, PIECE_BYTES // max(1, size - 1))
+    return max(1, -(-elements.nbytes // longest))
 
 
-def _pieces(elements: torch.Tensor, count: int = 0) -> list[torch.Tensor]:
-    count = count or _count(elements)
+def _pieces(elements: torch.Tensor, size: int, count: int = 0) -> list[torch.Tensor]:
+    count = count or _count(elements, size)
     bounds = [elements.numel() * at // count for at in range(count + 1)]
     return [elements[start:stop] for start, stop in pairwise(bounds)]

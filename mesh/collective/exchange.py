@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from mesh.collective.errors import CollectiveError
 
@@ -37,8 +37,7 @@ COLLECTIVE: Channel = -1
 """The channel of the operations that all ranks take part in. A tag, from 0 up, is its own."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """What a rank called, as far as all ranks must agree.
 
     Attributes:

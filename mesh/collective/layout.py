@@ -24,6 +24,9 @@ __all__ = [
     "scatter_back",
 ]
 
+_increment_version = torch._C._increment_version
+"""As ``torch.autograd.graph.increment_version``, which looks at its argument first."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -131,7 +134,7 @@ def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
         else:
             plain.view(bits).copy_(shaped.view(bits))
     elif not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+        _increment_version((tensor,))
 
 
 def raw(elements: torch.Tensor) -> memoryview:

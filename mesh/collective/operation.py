@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
@@ -40,16 +39,20 @@ class Operation:
         self.exchange = exchange
         self.rank = exchange.rank
         self.size = exchange.size
-        self.others = _others(exchange.rank, exchange.size)
         self.signature = signature
         self.sequence = sequence
         self.deadline = deadline
         self.board = exchange.board
         self.hosts = exchange.hosts
-        self._members: Sequence[int] = range(self.size)
+        self._members: Sequence[int] | None = None
         self.began = time.monotonic()
-        self._sends: dict[int, list[Transfer]] = defaultdict(list)
-        self._receives: dict[int, list[Transfer]] = defaultdict(list)
+        self._sends: dict[int, list[Transfer]] = {}
+        self._receives: dict[int, list[Transfer]] = {}
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All ranks but this one."""
+        return _others(self.rank, self.size)
 
     def __str__(self) -> str:
         name = f"{self.signature.name} #{self.sequence}"
@@ -78,22 +81,21 @@ class Operation:
         part = copy.copy(self)
         part._members = members
         part.rank, part.size = members.index(self.rank), len(members)
-        part.others = _others(part.rank, part.size)
         part.board = part.hosts = None
         return part
 
     def send(self, peer: int, payload: memoryview) -> Transfer:
         """Post the next message to `peer`."""
-        peer = self._members[peer]
-        posted = self._sends[peer]
+        peer = self._named(peer)
+        posted = self._sends.setdefault(peer, [])
         header = Header(self.signature, self.sequence, len(posted), payload.nbytes)
         posted.append(self.exchange.post_send(peer, COLLECTIVE, header, payload))
         return posted[-1]
 
     def receive(self, peer: int, into: memoryview) -> Transfer:
         """Post the receipt of the next message from `peer`."""
-        peer = self._members[peer]
-        posted = self._receives[peer]
+        peer = self._named(peer)
+        posted = self._receives.setdefault(peer, [])
         check = self.expect(peer, len(posted), into.nbytes)
         posted.append(self.exchange.post_receive(peer, COLLECTIVE, check, into))
         return posted[-1]
@@ -147,6 +149,10 @@ class Operation:
             fix="Check that they are alive and reach this operation, or raise the timeout of the "
             "group.",
         )
+
+    def _named(self, peer: int) -> int:
+        """Return the number in the group of one of those that take part."""
+        return peer if self._members is None else self._members[peer]
 
     def _awaited(self) -> tuple[int, ...]:
         """Return whom to blame: those from whom nothing came, or else those with anything open.

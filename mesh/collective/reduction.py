@@ -29,6 +29,8 @@ class Reduction(enum.StrEnum):
     BOR = "BOR"
     BXOR = "BXOR"
 
+    __hash__ = str.__hash__  # an enumeration's own runs Python for every look into a table
+
 
 _BITWISE = frozenset({Reduction.BAND, Reduction.BOR, Reduction.BXOR})
 _ORDER = frozenset({Reduction.MIN, Reduction.MAX})
@@ -96,11 +98,10 @@ def reduce_into(
         op: permitted for this dtype by `refuse_unless_reducible`.
         is_apart: no part lies where `out` does, but for one of the first two: not looked for then.
     """
-    if out.dtype is torch.uint64:
+    fold, kind, as_integers = _way(out.dtype, op)
+    if as_integers:
         out = out.view(torch.int64)
         parts = [part.view(torch.int64) for part in parts]
-    kind = accumulator(out.dtype, op)
-    fold = (_FOLDS_OF_BOOL if out.dtype is torch.bool else _FOLDS)[op]
     is_direct = kind is out.dtype and len(parts) > 1
     if is_direct and (is_apart or _can_hold_total(out, parts)):
         total, rest = out, parts[2:]
@@ -138,6 +139,15 @@ def accumulator(dtype: torch.dtype, op: Reduction) -> torch.dtype:
 
 
 _Fold = Callable[..., torch.Tensor]
+
+
+@functools.lru_cache(maxsize=1024)
+def _way(dtype: torch.dtype, op: Reduction) -> tuple[_Fold, torch.dtype, bool]:
+    """Return what folds two contributions, as which type, and whether as the bits of integers."""
+    as_integers = dtype is torch.uint64  # which torch has no arithmetic on
+    kind = accumulator(torch.int64 if as_integers else dtype, op)
+    return (_FOLDS_OF_BOOL if dtype is torch.bool else _FOLDS)[op], kind, as_integers
+
 
 _FOLDS: dict[Reduction, _Fold] = {
     Reduction.SUM: torch.add,

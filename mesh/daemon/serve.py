@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from transport import (
     format_address,
 )
 from transport.errors import ProtocolError
+from transport.process.sharing import listening, share
 
 __all__ = ["Daemon"]
 
@@ -41,6 +45,8 @@ FORMER_SECONDS = 1.0
 """How long the daemon of a left-over run file has to answer; a live one does at once."""
 
 _LOCK_POLL = 0.02
+
+_log = logging.getLogger("quicmesh.mesh")
 
 
 class Daemon:
@@ -104,8 +110,11 @@ class Daemon:
                     shared_memory=node.shared_memory,
                 )
                 node.offer(await stack.enter_async_context(service))
+            listener = stack.enter_context(_shared_endpoint(self.home.endpoint_path))
             stack.enter_context(_run_file(self.home.run_path, node))
             tasks = await stack.enter_async_context(helpers())
+            if listener is not None:
+                tasks.start_soon(share, listener)
             tasks.start_soon(keep_links, node, self.home.peers, refused)
             yield node
 
@@ -169,6 +178,21 @@ class Daemon:
         except MeshError as error:
             return {"error": error_value(error)}
         return joined.as_message()
+
+
+@contextlib.contextmanager
+def _shared_endpoint(path: Path) -> Iterator[socket.socket | None]:
+    """Listen for programs that would share an endpoint process; None where there are none."""
+    if sys.platform != "linux":
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        listener = None
+        try:
+            listener = stack.enter_context(listening(path))
+        except OSError as error:
+            _log.warning("programs can't share an endpoint process at %s: %s", path, error)
+        yield listener
 
 
 @contextlib.contextmanager

@@ -189,14 +189,16 @@ class Layout:
     """How an operation of a template lies in a batch.
 
     Attributes:
+        name: the operator.
         tensors: geometries of its tensors, in order.
         made: how many handles it makes.
         body: the struct of all that follows the template's number.
     """
 
-    __slots__ = ("body", "made", "tensors")
+    __slots__ = ("body", "made", "name", "tensors")
 
     def __init__(self, template: Template) -> None:
+        self.name = template.name
         numbers: list[str] = []
         tensors: list[Geometry] = []
         for argument in (*template.args, *(value for _, value in template.kwargs)):

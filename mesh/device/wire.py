@@ -144,6 +144,7 @@ _RUN_HEAD = struct.Struct("<BI")
 _ASK_HEAD = struct.Struct("<BQI")
 _DEFINE_HEAD = struct.Struct("<BII")
 _COUNT_HEAD = struct.Struct("<BI")
+_RELEASE_FORM = struct.Struct("<BIQ")
 _WRITE_HEAD = struct.Struct("<BQQI")
 _POISON_HEAD = struct.Struct("<BQI")
 _SEED_HEAD = struct.Struct("<BHQ")
@@ -267,7 +268,10 @@ def define(number: int, template: Template) -> bytes:
 
 def release(handles: Sequence[int]) -> bytes:
     """Return the release of handles."""
-    return _COUNT_HEAD.pack(_RELEASE, len(handles)) + struct.pack(f"<{len(handles)}Q", *handles)
+    count = len(handles)
+    if count == 1:  # as nearly always, with each operation
+        return _RELEASE_FORM.pack(_RELEASE, count, handles[0])
+    return struct.pack(f"<BI{count}Q", _RELEASE, count, *handles)
 
 
 def write(handle: int, offset: int, data: bytes | memoryview) -> bytes:

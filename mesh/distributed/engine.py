@@ -69,7 +69,8 @@ class Engine:
         self._ops = OpThread(f"mesh-ops-{exchange.group}")
         self._completer = Completer(f"mesh-done-{exchange.group}")
         self._recent: deque[MeshWork] = deque(maxlen=RECENT_WORKS)
-        self._collecting = threading.local()
+        self._collected: dict[int, list[MeshWork]] = {}
+        """By thread, what is started while it coalesces."""
         self.flights = FlightRecorder(exchange.group, exchange.rank, exchange.size)
         self._closed = False
         self._forked = False
@@ -94,7 +95,7 @@ class Engine:
             here: the caller waits in any case: if nothing is queued, run them on its thread, which
                 spares two changes of threads, several times what a small operation takes.
         """
-        if torch._C._autograd._profiler_enabled():
+        if _is_profiled():
             with Span(f"mesh:{name}") as span:
                 work = self._start(name, result, steps, timeout, here=here)
                 span.end_with(work)
@@ -104,23 +105,23 @@ class Engine:
     def _start(
         self, name: str, result: Any, steps: Sequence[Step], timeout: float | None, *, here: bool
     ) -> MeshWork:
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        inference = _has_inference_tensors(result)
+        now = time.monotonic()
+        deadline = now + (self.timeout if timeout is None else timeout)
         turns = _turns(steps)
         with self._lock:
             if self._closed:
                 self._refuse_if_closed(name)
             first = self.sequence
             self.sequence = first + len(steps)
-            flights = self.flights.issue(first, steps)
-            is_here = here and not self._is_collecting and self._ops.claim()
+            flights = self.flights.issue(first, steps, now)
+            is_here = here and not self._collected and self._ops.claim()
             if not is_here:
                 work = self._work(f"{name} #{first}", result, deadline, turns)
-                self._ops.submit(lambda: self._run(work, steps, flights, deadline, inference))
+                self._ops.submit(lambda: self._run(work, steps, flights))
                 return work
         try:
             work = MeshWork(f"{name} #{first}", result, deadline, turns)
-            self._run(work, steps, flights, deadline, inference)
+            self._run(work, steps, flights)
         finally:
             self._ops.release()
         return work
@@ -183,7 +184,7 @@ class Engine:
             if error is None:
                 work.source = done.peer
                 try:
-                    with _mode(tensor.is_inference()), _taken(turns):
+                    with torch.no_grad(), _setting(work):
                         scatter_back(elements, tensor)
                 except Exception as caught:  # the caller's tensor: whatever it raises is theirs
                     error = caught
@@ -196,18 +197,13 @@ class Engine:
         transfer.add_done_callback(lambda done: self._completer.submit(lambda: store(done)))
         return work
 
-    @property
-    def _is_collecting(self) -> bool:
-        return getattr(self._collecting, "works", None) is not None
-
     def start_coalescing(self) -> None:
         """Collect the works that this thread starts from now on."""
-        self._collecting.works = []
+        self._collected[threading.get_ident()] = []
 
     def end_coalescing(self) -> MeshWork:
         """Return one work for all that were collected: over when they are, failed if one is."""
-        works: list[MeshWork] = getattr(self._collecting, "works", None) or []
-        self._collecting.works = None
+        works = self._collected.pop(threading.get_ident(), [])
         deadline = max((work.deadline for work in works), default=time.monotonic())
         turns = tuple(turn for work in works for turn in work.turns)
         results = [work.result() for work in works]
@@ -275,28 +271,30 @@ class Engine:
         self._lock = threading.Lock()  # which another thread may have held, who is not here
         self._closed = self._forked = True
 
-    def _run(
-        self,
-        work: MeshWork,
-        steps: Sequence[Step],
-        flights: Sequence[Flight],
-        deadline: float,
-        inference: bool,
-    ) -> None:
+    def _run(self, work: MeshWork, steps: Sequence[Step], flights: Sequence[Flight]) -> None:
         error: BaseException | None = None
+        had_grad = torch.is_grad_enabled()  # which is of this thread, like inference mode
+        _set_grad_enabled(False)
         try:
-            with _mode(inference), _taken(work.turns):
-                for flight, step in zip(flights, steps, strict=True):
-                    sequence = flight.sequence
-                    operation = Operation(self.exchange, step.signature, sequence, deadline)
-                    flight.started = operation.began
-                    with operation:
-                        step.run(operation)
-                    flight.ended = time.monotonic()
+            if work.turns or _has_inference_tensors(work.result()):
+                with _setting(work):
+                    self._take(work, steps, flights)
+            else:
+                self._take(work, steps, flights)
         except Exception as caught:  # it belongs to whoever waits for the work
             error = caught
             self._note(flights, caught)
+        finally:
+            _set_grad_enabled(had_grad)
         work.end(error, self._completer.submit)
+
+    def _take(self, work: MeshWork, steps: Sequence[Step], flights: Sequence[Flight]) -> None:
+        for flight, step in zip(flights, steps, strict=True):
+            operation = Operation(self.exchange, step.signature, flight.sequence, work.deadline)
+            flight.started = operation.began
+            with operation:
+                step.run(operation)
+            flight.ended = time.monotonic()
 
     def _note(self, flights: Sequence[Flight], error: Exception) -> None:
         for flight in flights:
@@ -309,7 +307,7 @@ class Engine:
         self, what: str, result: Any, deadline: float, turns: Sequence[Turn] = ()
     ) -> MeshWork:
         work = MeshWork(what, result, deadline, turns)
-        collected = getattr(self._collecting, "works", None)
+        collected = self._collected.get(threading.get_ident())
         if collected is not None:
             collected.append(work)
         if _held_bytes(result) <= RECENT_BYTES:
@@ -341,23 +339,24 @@ class Engine:
 
 def _turns(steps: Sequence[Step]) -> Sequence[Turn]:
     """Return the places of an operation on the devices that its tensors are on."""
-    devices = {step.device for step in steps if step.device is not None}
-    return tuple(map(streams.turn, devices)) if devices else ()
-
-
-def _taken(turns: Sequence[Turn]) -> contextlib.AbstractContextManager[Any]:
-    return _all_taken(turns) if turns else _NOTHING
+    for step in steps:
+        if step.device is not None:
+            devices = {step.device for step in steps if step.device is not None}
+            return tuple(map(streams.turn, devices))
+    return ()
 
 
 @contextlib.contextmanager
-def _all_taken(turns: Sequence[Turn]) -> Iterator[None]:
+def _setting(work: MeshWork) -> Iterator[None]:
+    """Have the work's turns on devices, and be in inference mode if its tensors are of it.
+
+    Those may be written to in that mode only.
+    """
     with contextlib.ExitStack() as stack:
-        for turn in turns:
+        stack.enter_context(torch.inference_mode(_has_inference_tensors(work.result())))
+        for turn in work.turns:
             stack.enter_context(turn.take())
         yield
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def _has_inference_tensors(results: Sequence[Any]) -> bool:
@@ -379,21 +378,8 @@ def _held_bytes(result: Any) -> int:
     return sum(map(_held_bytes, result)) if isinstance(result, list | tuple) else 0
 
 
-def _mode(inference: bool) -> contextlib.AbstractContextManager[Any]:
-    # Both are thread-local, and this is not the caller's thread. Inference tensors may only be
-    # written to in inference mode.
-    return torch.inference_mode() if inference else _NoGrad()
-
-
-class _NoGrad:
-    """As ``torch.no_grad``, in a fraction of the time."""
-
-    def __enter__(self) -> None:
-        self._was = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *exception: object) -> None:
-        torch._C._set_grad_enabled(self._was)
+_is_profiled = torch._C._autograd._profiler_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

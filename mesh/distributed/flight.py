@@ -68,9 +68,8 @@ class FlightRecorder:
         self._lock = threading.Lock()
         self._path: str | None = None
 
-    def issue(self, sequence: int, steps: Sequence[Step]) -> list[Flight]:
-        """Take note of operations that were called, and return their entries."""
-        now = time.monotonic()
+    def issue(self, sequence: int, steps: Sequence[Step], now: float) -> list[Flight]:
+        """Take note of operations that were called `now`, and return their entries."""
         flights = [Flight(sequence + at, one.signature, now) for at, one in enumerate(steps)]
         self._flights.extend(flights)
         return flights

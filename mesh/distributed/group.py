@@ -89,7 +89,7 @@ class ProcessGroupMesh(_ProcessGroup):
     ) -> MeshWork:
         """Replace each tensor by its reduction over all ranks."""
         tensors, op = _listed(tensors), _reduction(opts)
-        inside = self._inside_for(tensors)
+        inside = self._inside_for(tensors) if self._inside else None
         todo = [steps.all_reduce(tensor, op, inside) for tensor in tensors]
         return self._run("all_reduce", tensors, todo, opts, timeout)
 

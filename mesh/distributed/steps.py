@@ -90,7 +90,6 @@ def all_reduce(tensor: torch.Tensor, op: Reduction, inside: Inside | None = None
     if tensor.is_sparse:
         return _all_reduce_sparse(tensor, op)
     check_writable(tensor, "all_reduce")
-    refuse_unless_reducible(tensor.dtype, op)
 
     def run(operation: Operation) -> None:
         if inside is not None and inside.can_reduce(tensor, op):
@@ -100,7 +99,7 @@ def all_reduce(tensor: torch.Tensor, op: Reduction, inside: Inside | None = None
         collective.all_reduce(operation, elements, op)
         scatter_back(elements, tensor)
 
-    return Step(_equal("all_reduce", tensor, str(op)), run, _device(tensor))
+    return Step(_reduced(tensor.dtype, tensor.numel(), op), run, _device(tensor))
 
 
 def _all_reduce_sparse(tensor: torch.Tensor, op: Reduction) -> Step:
@@ -310,6 +309,12 @@ def message(tensor: torch.Tensor, name: str) -> Signature:
 
 def _device(tensor: torch.Tensor) -> torch.device | None:
     return None if tensor.is_cpu else tensor.device
+
+
+@functools.lru_cache(maxsize=1024)
+def _reduced(dtype: torch.dtype, numel: int, op: Reduction) -> Signature:
+    refuse_unless_reducible(dtype, op)
+    return _signature("all_reduce", dtype, numel, str(op))
 
 
 def _equal(name: str, tensor: torch.Tensor, detail: str = "") -> Signature:

@@ -51,22 +51,23 @@ class MeshWork(Work):
         began: when it was issued.
     """
 
+    source = -1
+    _ended: float | None = None
+    _error: BaseException | None = None
+    _is_over = False
+    _latch: threading.Lock | None = None
+    _claim: threading.Lock | None = None
+    _base: torch.futures.Future[Any] | None = None
+    _future: torch.futures.Future[Any] | None = None
+
     def __init__(self, what: str, result: Any, deadline: float, turns: Sequence[Turn] = ()) -> None:
         super().__init__()
         self.what = what
         self.deadline = deadline
         self.turns = turns
-        self.source = -1
-        self._result = result
         self.began = time.monotonic()
-        self._ended: float | None = None
-        self._error: BaseException | None = None
-        self._is_over = False
-        self._latch: threading.Lock | None = None
+        self._result = result
         self._lock = threading.Lock()
-        self._claim: threading.Lock | None = None
-        self._base: torch.futures.Future[Any] | None = None
-        self._future: torch.futures.Future[Any] | None = None
 
     # What C++ and torch.distributed call.
 
@@ -81,7 +82,8 @@ class MeshWork(Work):
         """
         if not self._is_over:
             self._await_end(timeout.total_seconds())
-        future = self._future_if_any()
+        with self._lock:  # one that is just being made is there
+            future = self._future
         if future is not None:
             self.complete()
             with contextlib.suppress(Exception):  # raised below, as itself
@@ -117,7 +119,8 @@ class MeshWork(Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation is over, and its future complete."""
-        future = self._future_if_any()
+        with self._lock:
+            future = self._future
         return self._is_over if future is None else future.done()
 
     def is_success(self) -> bool:
@@ -181,10 +184,6 @@ class MeshWork(Work):
             for turn in self.turns:  # the future's value is ready by this thread's streams
                 turn.follow()
             self._base.set_result(None)
-
-    def _future_if_any(self) -> torch.futures.Future[Any] | None:
-        with self._lock:  # one that is just being made is there
-            return self._future
 
     def _outcome(self, base: torch.futures.Future[Any]) -> Any:
         if self._error is not None:

@@ -28,15 +28,10 @@ from mesh.rpc.reference import RRef
 from mesh.rpc.service import RpcService
 from mesh.rpc.sources import Source
 from mesh.rpc.streams import RemoteIterator
+from mesh.rpc.targets import Target
 from mesh.rpc.types import TypeTable, registered_types
 from mesh.rpc.values import Packed
-from mesh.rpc.wire import (
-    REFS_SERVICE,
-    Fork,
-    RefNotes,
-    Request,
-    Target,
-)
+from mesh.rpc.wire import REFS_SERVICE, Fork, RefNotes, Request
 from mesh.rpc.workers import Workers
 from transport import (
     Connection,
@@ -46,7 +41,6 @@ from transport import (
     PeerLeft,
     PeerRevoked,
     ProtocolError,
-    Stream,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +85,7 @@ class Agent:
         timeout: seconds that a call may take unless it is told otherwise; 0 for no limit.
         pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
         ready: set once it answers.
-        abandoned: streams of items that nobody reads any more, and that are to be given up.
+        abandoned: what gives up streams of items that nobody reads any more.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
         activity: what is under way.
         placement: which devices tensors are put on.
@@ -128,7 +122,7 @@ class Agent:
         self._boots: dict[NodeId, bytes] = {}
         self._hints: dict[NodeId, tuple[PeerIdentity, tuple[SocketAddress, ...]]] = {}
         self._strangers: dict[NodeId, set[NodeId]] = {}
-        self.abandoned: deque[Stream] = deque()
+        self.abandoned: deque[Callable[[], object]] = deque()
         self._met: WeakValueDictionary[NodeId, Connection] = WeakValueDictionary()
         self._own: WeakValueDictionary[bytes, Owned] = WeakValueDictionary()
         self._wake_lapse = anyio.Event()
@@ -162,6 +156,11 @@ class Agent:
     def node_id(self) -> NodeId:
         """Who this is."""
         return self._node.node_id
+
+    @property
+    def max_streams(self) -> int:
+        """Streams that a peer may have open here, but for calls that it answers."""
+        return self._node.endpoint.config.max_streams
 
     def label(self, node_id: NodeId) -> str:
         """Return the name of a node for messages."""
@@ -537,7 +536,7 @@ class Agent:
         while True:
             await anyio.sleep(FLUSH_SECONDS)
             while self.abandoned:
-                self.abandoned.popleft().reset()
+                self.abandoned.popleft()()
 
     async def _lapse(self) -> None:
         while True:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,14 +19,15 @@ from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import exposed_name
 from mesh.rpc.holding import Held
-from mesh.rpc.limits import GRACE, limit
+from mesh.rpc.limits import GRACE, PATIENCE, STREAMS_BACK, is_answering, limit
 from mesh.rpc.operators import operator_name
 from mesh.rpc.owned import Owned, new_id
 from mesh.rpc.passing import Incoming, Outgoing
 from mesh.rpc.pickled import has_pickle, may_unpickle, refuse_pickle
 from mesh.rpc.reference import RRef
+from mesh.rpc.targets import Target, target_of
 from mesh.rpc.values import Packed, Packer, Received, Unpacker
-from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request, Target
+from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request
 from transport import AppCode, CborValue, Connection, TransportError
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class Asking:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._under_way: Counter[Connection] = Counter()
 
     def seconds(self, timeout: float | None) -> float:
         """Return the limit of a call that is given `timeout`. Raises `RpcError` if it is none."""
@@ -60,25 +64,11 @@ class Asking:
 
     def target(self, function: Callable[..., Any] | str) -> Target:
         """Return what a function is called by on the wire. Raises `RpcError` if it can't be."""
-        if isinstance(function, str):
-            kind = "operator" if function.startswith("torch.") else "function"
-            return Target(kind, function)
-        if not callable(function):
-            raise TypeError("function should be callable.")
-        operator = operator_name(function)
-        if operator is not None:
-            return Target("operator", operator)
-        name = exposed_name(function)
-        if self._agent.pickles and (name is None or not self._agent.exposures.has(name)):
-            return Target("pickled")
-        if name is None:
-            raise RpcError(
-                f"call of {function!r:.80}",
-                why="it has no name that a peer could know it by: only functions and classes of a "
-                "module's top level have one, and torch's operators that mesh.rpc lists",
-                fix="Move it to the top level of a module, and expose it at the callee.",
-            )
-        return Target("function", name)
+        if self._agent.pickles and callable(function) and operator_name(function) is None:
+            name = exposed_name(function)
+            if name is None or not self._agent.exposures.has(name):
+                return Target("pickled")
+        return target_of(function)
 
     async def at(
         self, ref: RRef[Any], kind: str, name: str = "", *, seconds: float
@@ -305,12 +295,34 @@ class Asking:
 
         async def ask() -> CborValue:
             return await connection.call(
-                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE
+                CALL_SERVICE,
+                request.encode(),
+                timeout=request.limit + GRACE,
+                patience=PATIENCE if is_answering.get() else math.inf,
             )
 
-        if not request.key:
-            return Answer.decode(await ask())
-        return Answer.decode(await with_parts(connection, self._agent.lanes, request, tensors, ask))
+        with self._open_to_calls_back(connection):
+            if not request.key:
+                return Answer.decode(await ask())
+            lanes = self._agent.lanes
+            return Answer.decode(await with_parts(connection, lanes, request, tensors, ask))
+
+    @contextlib.contextmanager
+    def _open_to_calls_back(self, connection: Connection) -> Iterator[None]:
+        """Let the callee call back in the block, also if it is one of many calls that do.
+
+        Unless its grant says how many streams it may have.
+        """
+        self._under_way[connection] += 1
+        if connection.grant is not None and connection.grant.quotas.max_streams is None:
+            back = min(self._under_way[connection], STREAMS_BACK)
+            connection.allow_streams(self._agent.max_streams + back)
+        try:
+            yield
+        finally:
+            self._under_way[connection] -= 1
+            if not self._under_way[connection]:
+                del self._under_way[connection]
 
     async def fetch_parts(
         self, connection: Connection, answer: Answer

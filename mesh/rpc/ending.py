@@ -8,17 +8,23 @@ under way there.
 
 from __future__ import annotations
 
+import logging
 import time
 
 from mesh.rpc.worker import Worker, busy
 
 __all__ = ["end_together"]
 
+REPORT_SECONDS = 10.0
+"""How often the log is told what is waited for."""
+
 FAREWELL_SECONDS = 2.0
 """How long a worker that is done waits for the others to be: they need it for nothing any more but
 to hear that references are let go of."""
 
 _WHAT = "shutdown of remote calls"
+
+_log = logging.getLogger("quicmesh.rpc")
 
 
 def end_together(worker: Worker, timeout: float) -> None:
@@ -37,8 +43,10 @@ def end_together(worker: Worker, timeout: float) -> None:
     before: list[str] | None = None
     number = 0
     while True:
-        if not activity.until_quiet(end):
-            raise busy(["this worker's own calls"], _WHAT, timeout)
+        while not activity.until_quiet(min(end, time.monotonic() + REPORT_SECONDS)):
+            if time.monotonic() >= end:
+                raise busy(activity.described(), _WHAT, timeout)
+            _log.warning("shutdown waits for %s", ", ".join(activity.described()))
         if worker.roster.size is None:
             break
         what = f"wave-{number}"

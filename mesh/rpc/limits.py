@@ -5,16 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import anyio
 
 from mesh.rpc.errors import RpcTimeout
 from transport import DeadlineExceeded
 
-__all__ = ["GRACE", "limit", "timed_out"]
+__all__ = ["GRACE", "PATIENCE", "STREAMS_BACK", "is_answering", "limit", "timed_out"]
 
 GRACE = 1.0
 """Seconds that a callee has beyond a call's limit to say itself that the time was up."""
+
+
+PATIENCE = 5.0
+"""Seconds that a call which a handler makes waits for a stream while none ends: they may all be of
+calls that wait for each other, and for this one."""
+
+STREAMS_BACK = 1024
+"""Streams that a callee may have open at its caller for the caller's own calls, one for each: those
+that call back need as many as they are deep."""
+
+is_answering: ContextVar[bool] = ContextVar("is_answering", default=False)
+"""Whether this is a task or thread of a call that is answered here."""
 
 
 @contextlib.contextmanager

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from auth import Grant
 from mesh.rpc.errors import NotExposed
 from tensor_bridge import QuotaExceeded
 
 __all__ = [
-    "MAX_RESULT_BYTES",
     "call_operator",
     "check_operator",
     "is_prompt",
-    "may_be_prompt",
     "operator_name",
+    "prompt_operator",
+    "result_bound",
 ]
 
 MAX_RESULT_BYTES = 1 << 30
@@ -137,6 +138,9 @@ _PROMPT = frozenset(f"torch.{name}" for name in _PROMPT_NAMES.split())
 _PROMPT_ELEMENTS = 1 << 14
 """Elements that such a result may have, all arguments broadcast against each other."""
 
+_CHECKED = frozenset({"out", "pin_memory", "device"})
+"""Arguments by name that `call_operator` looks at."""
+
 _LARGEST_ELEMENT = 16
 
 
@@ -180,9 +184,17 @@ def call_operator(
     return function(*args, **kwargs)
 
 
-def may_be_prompt(name: str) -> bool:
-    """Return whether `is_prompt` may be true of an operator."""
-    return name in _PROMPT
+def prompt_operator(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], int] | None:
+    """Return an operator that for such arguments takes a moment, and how many bytes it returns.
+
+    That is the most that may be, whatever the tensors' content. None if it takes longer, or if
+    `call_operator` would do more than to call it.
+    """
+    if not is_prompt(name, args, kwargs) or not kwargs.keys().isdisjoint(_CHECKED):
+        return None
+    return _OPERATORS[name], _bound(name, args, kwargs)
 
 
 def is_prompt(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -198,6 +210,12 @@ def is_prompt(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         elif value is not None and not isinstance(value, bool | int | float):
             return False
     return elements <= _PROMPT_ELEMENTS
+
+
+def result_bound(grant: Grant | None) -> int:
+    """Return how many bytes an operator's result may have for a peer with this grant."""
+    granted = None if grant is None else grant.quotas.max_bytes
+    return MAX_RESULT_BYTES if granted is None else min(MAX_RESULT_BYTES, granted)
 
 
 def check_operator(name: str) -> None:

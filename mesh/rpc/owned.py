@@ -24,7 +24,8 @@ from typing import Any
 from auth import NodeId
 from mesh.rpc.errors import RefLost
 from mesh.rpc.sizes import nbytes_of
-from mesh.rpc.wire import ID_BYTES, Fork
+from mesh.rpc.targets import ID_BYTES
+from mesh.rpc.wire import Fork
 from transport import LimitExceeded
 
 __all__ = ["Owned", "OwnerTable", "RefLimits", "RefRow", "new_id"]

@@ -17,7 +17,8 @@ from mesh.rpc.errors import RpcError
 from mesh.rpc.holding import Held
 from mesh.rpc.owned import Owned, new_id
 from mesh.rpc.reference import RRef
-from mesh.rpc.wire import ID_BYTES, Fork, RefNotes, Share
+from mesh.rpc.targets import ID_BYTES
+from mesh.rpc.wire import Fork, RefNotes, Share
 from transport import AddressError, CborValue, ProtocolError, format_address, parse_address
 
 if TYPE_CHECKING:

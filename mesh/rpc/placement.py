@@ -34,6 +34,10 @@ class Placement:
         self.map_to: Callable[[NodeId], DeviceMap] = lambda _: {}
         self.devices: tuple[torch.device, ...] = ()
 
+    def has_map(self, to: NodeId) -> bool:
+        """Return whether there is a device map for a callee."""
+        return bool(self.map_to(to))
+
     def towards(self, to: NodeId) -> Callable[[torch.device], str | None]:
         """Return what names the callee's device for a tensor that is on one of this node's."""
         mapped = self.map_to(to)

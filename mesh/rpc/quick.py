@@ -8,6 +8,7 @@ no references, no tensors that travel apart, no pickles, no autograd context. Al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,9 @@ from mesh.rpc.errors import RpcError, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.limits import GRACE, timed_out
 from mesh.rpc.links import current_context
+from mesh.rpc.patterns import answer_pattern, write_request
 from mesh.rpc.reference import RRef
+from mesh.rpc.targets import target_of
 from mesh.rpc.values import Packer, Unpacker
 from mesh.rpc.wire import CALL_SERVICE, Answer, Request
 from mesh.rpc.workers import may_block
@@ -73,45 +76,69 @@ def call_quickly(
     connection = agent.short_way(to)
     if connection is None or current_context.get() is not None:
         return NOT_NOW
-    target = agent.asking.target(function)
-    packer = Packer(agent.types, _NoRefs())
+    given, is_mapped = positional(args), agent.placement.has_map(to)
+    request = None if is_mapped else write_request(function, given, kwargs, seconds)
+    if request is None:
+        request = _written(agent, to, function, given, kwargs, seconds)
+    if request is None:
+        return NOT_NOW
+    agent.activity.begin()
     try:
-        packer.pack(positional(args), "args")
-        packer.pack(dict(kwargs), "kwargs")
-    except _NeedsLoop:
-        return NOT_NOW
-    packed = packer.packed
-    if any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in packed.tensors):
-        return NOT_NOW
-    what = beside(packed.tensors, agent.placement.towards(to))
-    if what.apart:
-        return NOT_NOW
-    request = Request(target, packed.items, what, seconds)
-    try:
-        with agent.activity.calling(), may_block():
+        with may_block():
             value = connection.call_in_thread(
-                CALL_SERVICE, request.encode(), timeout=request.limit + GRACE, is_over=is_over
+                CALL_SERVICE, request, timeout=(seconds or math.inf) + GRACE, is_over=is_over
             )
     except BaseException as error:
-        agent.asking.name_in(error, str(target))
+        what = str(target_of(function))
+        agent.asking.name_in(error, what)
         if is_over():
             raise ended() from error
         if isinstance(error, DeadlineExceeded) and not isinstance(error, RpcError):
-            raise timed_out(str(target), agent.label(to), seconds) from error
+            raise timed_out(what, agent.label(to), seconds) from error
         if isinstance(error, MeshError) and not isinstance(error, RuntimeError):
             raise as_runtime_error(error) from error.__cause__
         raise
+    finally:
+        agent.activity.end()
     if isinstance(value, NotNow):
         return value
+    match value:
+        case [bytes(head), bytes(items), bytes(content)]:
+            pattern = answer_pattern(head, items)
+            if pattern is not None and not is_mapped:
+                return pattern.result(pattern.read(content))
     answer = Answer.decode(value)
     if answer.error is not None:
-        raised = decode_exception(answer.error, peer=agent.label(to), what=str(target))
+        raised = decode_exception(answer.error, peer=agent.label(to), what=str(target_of(function)))
         if isinstance(raised, MeshError) and not isinstance(raised, RuntimeError):
             raise as_runtime_error(raised) from raised.__cause__
         raise raised
     if answer.key or any(_needs_loop(item) for item in answer.items):
         return agent.bridge.block_on(lambda: _rest(agent, connection, to, answer))
     return _value_of(agent, to, answer)
+
+
+def _written(
+    agent: Agent,
+    to: NodeId,
+    function: Callable[..., Any] | str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    seconds: float,
+) -> list[CborValue] | None:
+    """Return a request as it travels, None if there is something in it that needs the loop."""
+    target = target_of(function)
+    packer = Packer(agent.types, _NoRefs())
+    try:
+        packer.pack(args, "args")
+        packer.pack(dict(kwargs), "kwargs")
+    except _NeedsLoop:
+        return None
+    packed = packer.packed
+    if any(tensor.requires_grad or tensor.device.type != "cpu" for tensor in packed.tensors):
+        return None
+    what = beside(packed.tensors, agent.placement.towards(to))
+    return None if what.apart else Request(target, packed.items, what, seconds).encode()
 
 
 async def _rest(agent: Agent, connection: Connection, to: NodeId, answer: Answer) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from auth import MeshError
 from mesh.rpc.carriage import Room, beside, together
-from mesh.rpc.errors import PickleRefused, Unsendable
+from mesh.rpc.errors import PickleRefused, RpcError, Unsendable
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.links import current_context
 from mesh.rpc.parts import Parts
@@ -36,6 +36,9 @@ AHEAD = 16
 MAX_WANTED_BYTES = 64
 """Longest message of a reader."""
 
+END_SECONDS = 1.0
+"""How long readers may take to hear that their streams are over."""
+
 _log = logging.getLogger("quicmesh.rpc")
 
 
@@ -45,6 +48,10 @@ class _Reading:
     def __init__(self, incoming: Incoming, parts: Parts) -> None:
         self.peer = incoming.peer.node_id
         self.has_left = False
+        self.is_writing = False
+        self.has_ended = False
+        self.told = anyio.Event()
+        """Set when it is to end, whatever it has read."""
         self._incoming = incoming
         self._stream = incoming.stream
         self._parts = parts
@@ -82,7 +89,9 @@ class _Reading:
 
     async def send(self, answer: Answer) -> None:
         """Send an item, or the error that is the last."""
+        self.is_writing = True  # and stays so, if that is cancelled
         await self._stream.send_message(answer.encode())
+        self.is_writing = False
 
     def offer(self, tensors: Sequence[torch.Tensor], what: Beside) -> bytes:
         """Keep the large tensors of an item for the reader; return their key, if there are any."""
@@ -96,6 +105,7 @@ class _Reading:
 
     async def finish(self) -> None:
         """End the stream, and wait until the reader has fetched all, or does not any more."""
+        self.has_ended = True
         await self._stream.send_eof()
         if any(self._parts.is_offered(self.peer, key) for key in self._keys):
             await anyio.sleep_forever()  # `listen` ends it, when the reader has ended its side
@@ -123,10 +133,19 @@ class StreamService:
         self._parts = parts
         self.open = 0
         """Generators that are read from now."""
+        self._readings: set[_Reading] = set()
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer it to peers whose grant has the scope for it."""
         endpoint.register_service(STREAM_SERVICE, self._serve, scope=SCOPE)
+
+    async def end(self) -> None:
+        """Close all generators that peers read from, and tell these why; this waits a moment."""
+        with anyio.move_on_after(END_SECONDS):
+            while self._readings:
+                for reading in self._readings:
+                    reading.told.set()
+                await anyio.sleep(0.01)
 
     async def here(self, request: Request, tensors: Sequence[torch.Tensor]) -> Source:
         """Return the items of a node's own generator, for itself: copies, as for any other."""
@@ -142,14 +161,19 @@ class StreamService:
             raise ProtocolError("a stream of items", why=f"a {request.target} gives none")
         stream.timeout = float("inf")  # a reader may think for hours
         reading = _Reading(incoming, self._parts)
+        self._readings.add(reading)
+        name = request.target.name or request.target.kind
+        who = self._agent.label(incoming.peer.node_id)
         try:
-            with anyio.CancelScope() as scope:
-                stream.on_abandoned(scope.cancel)
-                await self._run(request, incoming, reading)
-            stream.on_abandoned(None)
-            if scope.cancelled_caught or reading.has_left:
-                stream.reset(AppCode.CANCELLED)
+            with self._agent.activity.answering(f"the stream of {name!r} to {who}"):
+                with anyio.CancelScope() as scope:
+                    stream.on_abandoned(scope.cancel)
+                    await self._run(request, incoming, reading)
+                stream.on_abandoned(None)
+                if scope.cancelled_caught or reading.has_left:
+                    stream.reset(AppCode.CANCELLED)
         finally:
+            self._readings.discard(reading)
             reading.leave()
 
     async def _run(self, request: Request, incoming: Incoming, reading: _Reading) -> None:
@@ -171,7 +195,12 @@ class StreamService:
                         failed = error
                     tasks.cancel_scope.cancel()
 
+                async def end() -> None:
+                    await reading.told.wait()
+                    tasks.cancel_scope.cancel()
+
                 tasks.start_soon(listen)
+                tasks.start_soon(end)
                 try:
                     await self._produce(request, tensors, incoming, reading)
                     await reading.finish()
@@ -184,6 +213,21 @@ class StreamService:
                 tasks.cancel_scope.cancel()
         if failed is not None:
             raise failed
+        if reading.told.is_set() and not reading.has_left and not reading.has_ended:
+            await self._part(request, incoming, reading)
+
+    async def _part(self, request: Request, incoming: Incoming, reading: _Reading) -> None:
+        """Tell a reader that its stream ends because this node's part in remote calls does."""
+        if reading.is_writing:  # half an item is there already
+            incoming.stream.reset(AppCode.CANCELLED)
+            return
+        error = RpcError(
+            f"stream of {request.target.name or request.target.kind!r}",
+            why="the worker that it came from has been shut down before its end",
+            fix="Have it wait longer: rpc.shutdown(timeout=), or end the stream before.",
+        )
+        await reading.send(Answer(error=encode_exception(error)))
+        await incoming.stream.send_eof()
 
     async def _produce(
         self,

@@ -24,28 +24,25 @@ from mesh.rpc.errors import (
 )
 from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
+from mesh.rpc.limits import is_answering
 from mesh.rpc.links import Link
-from mesh.rpc.operators import (
-    MAX_RESULT_BYTES,
-    call_operator,
-    check_operator,
-    is_prompt,
-    may_be_prompt,
-)
+from mesh.rpc.operators import call_operator, check_operator, is_prompt, result_bound
 from mesh.rpc.owned import Owned
 from mesh.rpc.parts import Parts
 from mesh.rpc.passing import Incoming as IncomingRefs
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle, refuse_pickle
 from mesh.rpc.placement import own_device
+from mesh.rpc.prompt import Prompt
 from mesh.rpc.serve_stream import StreamService
 from mesh.rpc.sizes import nbytes_of
 from mesh.rpc.sources import is_generator
+from mesh.rpc.targets import Target
 from mesh.rpc.values import Packed, Packer, Received, Unpacker
-from mesh.rpc.wire import Answer, RefNotes, Request, Target
+from mesh.rpc.wire import Answer, RefNotes, Request
 from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded
-from transport import NOT_NOW, AppCode, CborValue, Endpoint, Incoming, NotNow, ProtocolError
+from transport import AppCode, CborValue, Endpoint, Incoming, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
@@ -67,12 +64,13 @@ class RpcService:
         self._agent = agent
         self._room = Room()
         self._parts = Parts(agent, self._room)
+        self._prompt = Prompt(agent, self._parts)
         self.streams = StreamService(agent, self, self._room, self._parts)
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the services to peers whose grant has the scope for it."""
         endpoint.register_call(
-            wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE, prompt=self._answer_now
+            wire.CALL_SERVICE, self._answer_call, scope=wire.SCOPE, prompt=self._prompt.answer
         )
         endpoint.register_service(wire.PART_SERVICE, self._parts.serve, scope=wire.SCOPE)
         endpoint.register_call(wire.REFS_SERVICE, self._answer_notes, scope=wire.SCOPE)
@@ -123,6 +121,7 @@ class RpcService:
     # -- the three services
 
     async def _answer_call(self, incoming: Incoming) -> CborValue:
+        is_answering.set(True)
         with self._agent.activity.answering():
             return await self._answer(incoming)
 
@@ -160,38 +159,6 @@ class RpcService:
         if what.apart:
             key = self._parts.offer(peer.node_id, incoming.grant, ended.tensors, what)
         return Answer(ended.items, what, key, link=link).encode()
-
-    def _answer_now(self, incoming: Incoming) -> CborValue | NotNow:
-        """Answer a call of an operator that takes a moment; for no other, and do nothing then."""
-        match incoming.value:
-            case {"target": {"kind": "operator", "name": str(name)}, "items": list(items)} if (
-                may_be_prompt(name) and all(_is_simple(item) for item in items)
-            ):
-                request = Request.decode(incoming.value)
-            case _:
-                return NOT_NOW
-        beside_cpu = any(request.beside.devices)
-        if request.key or request.create is not None or request.link is not None or beside_cpu:
-            return NOT_NOW
-        agent, peer, grant = self._agent, incoming.peer, incoming.grant
-        tensors = together(request.beside, {})
-        refs = IncomingRefs(agent, peer)
-        unpacker = Unpacker(request.items, tensors, agent.types, refs, agent.exposures)
-        args, kwargs = _checked([unpacker.unpack(), unpacker.unpack()])
-        unpacker.finish()
-        if any(tensor.requires_grad for tensor in tensors) or not is_prompt(name, args, kwargs):
-            return NOT_NOW
-        try:
-            place = agent.placement.device
-            value = call_operator(name, args, kwargs, max_bytes=_bound(grant), place=place)
-        except Exception as error:
-            return Answer(error=encode_exception(error)).encode()
-        packer = Packer(agent.types, Outgoing(agent, peer.node_id))
-        packer.pack(value, "the result")
-        packed = packer.packed
-        what = beside(packed.tensors)
-        key = self._parts.offer(peer.node_id, grant, packed.tensors, what) if what.apart else b""
-        return Answer(packed.items, what, key).encode()
 
     async def _answer_notes(self, incoming: Incoming) -> CborValue:
         notes, owned, by = RefNotes.decode(incoming.value), self._agent.owned, incoming.peer.node_id
@@ -321,7 +288,7 @@ class RpcService:
                 target.name,
                 args,
                 kwargs,
-                max_bytes=_bound(grant),
+                max_bytes=result_bound(grant),
                 place=self._agent.placement.device,
             )
             if is_prompt(target.name, args, kwargs):
@@ -519,17 +486,6 @@ def _checked(values: list[Any]) -> list[Any]:
     if any(not isinstance(name, str) for name in kwargs):
         raise ProtocolError("a call", why="the name of an argument is no text")
     return values
-
-
-def _is_simple(item: CborValue) -> bool:
-    """Return whether an item is a number, a text, a tensor, or what is made of those."""
-    return not isinstance(item, list) or (bool(item) and item[0] in ("t", "l", "d", "T"))
-
-
-def _bound(grant: Grant | None) -> int:
-    """Return how many bytes an operator's result may have."""
-    granted = None if grant is None else grant.quotas.max_bytes
-    return MAX_RESULT_BYTES if granted is None else min(MAX_RESULT_BYTES, granted)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

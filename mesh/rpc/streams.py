@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 
 from auth import MeshError, NodeId
+from mesh.rpc.bridge import ended
 from mesh.rpc.carriage import beside, together, with_parts
 from mesh.rpc.errors import RpcError
 from mesh.rpc.exceptions import decode_exception
@@ -17,7 +19,8 @@ from mesh.rpc.limits import limit
 from mesh.rpc.owned import new_id
 from mesh.rpc.passing import Outgoing
 from mesh.rpc.sources import Source
-from mesh.rpc.wire import STREAM_SERVICE, Answer, Request, Target, Wanted
+from mesh.rpc.targets import Target
+from mesh.rpc.wire import STREAM_SERVICE, Answer, Request, Wanted
 from transport import AppCode, CborValue, Connection, Stream, TransportError
 
 if TYPE_CHECKING:
@@ -64,6 +67,8 @@ class RemoteIterator:
         self._here: Source | None = None
         self._count = 0
         self._why_over: str | None = None
+        self._counted = ""
+        """What it is called among what is under way, while it is."""
 
     def __aiter__(self) -> Self:
         return self
@@ -82,6 +87,8 @@ class RemoteIterator:
                 raise
             except BaseException as error:
                 await self._end("an earlier item of it was not got", error)
+                if isinstance(error, MeshError) and not self._agent.bridge.is_open:
+                    raise ended() from error
                 self._agent.asking.name_in(error, self._what)
                 raise
 
@@ -103,8 +110,9 @@ class RemoteIterator:
 
     def __del__(self) -> None:
         # Amid anything, in any thread: all that can be done is to leave a note.
-        if self._stream is not None:
-            self._agent.abandoned.append(self._stream)
+        if self._counted:
+            give_up = functools.partial(_give_up, self._agent, self._counted, self._stream)
+            self._agent.abandoned.append(give_up)
 
     # -- inside
 
@@ -144,6 +152,8 @@ class RemoteIterator:
         await agent.ready.wait()
         target = await self._find()
         self._what = f"stream of {target.name or target.kind!r}"
+        self._counted = f"the {self._what} from {self._label}"
+        agent.activity.begin(self._counted)
         outgoing = Outgoing(agent, self._to)
         packed = agent.asking.packed(target, outgoing, self._args, self._kwargs, self._function)
         try:
@@ -180,6 +190,9 @@ class RemoteIterator:
         stream, self._stream = self._stream, None
         here, self._here = self._here, None
         self._args, self._kwargs = (), {}
+        counted, self._counted = self._counted, ""
+        if counted:
+            self._agent.activity.end(counted)
         if stream is not None and not stream.is_closed:
             if error is None:
                 with contextlib.suppress(TransportError, anyio.ClosedResourceError):
@@ -191,3 +204,10 @@ class RemoteIterator:
 
 
 _ENDED = "it has ended"
+
+
+def _give_up(agent: Agent, counted: str, stream: Stream | None) -> None:
+    """End a stream whose reader nobody has any more."""
+    agent.activity.end(counted)
+    if stream is not None:
+        stream.reset()

@@ -7,6 +7,10 @@
 ``rpc.stream``  a stream: a generator's `Request`, then `Wanted` in, an `Answer` for each item out
 ==============  ==========================================================================
 
+A request or an answer is a list: its head, its items, and the content of its small tensors, each as
+bytes, and then a map of what it has for itself, if it has any such thing. Programs make the same
+call again and again: then head and items are the same bytes, and to know them saves reading them.
+
 A message whose large tensors travel apart has a `key`, under which they do. Those of a request are
 sent while it waits for them; those of an answer are fetched. A stream of items ends with the
 stream; an `Answer` that is an error is its last.
@@ -15,23 +19,30 @@ stream; an `Answer` that is an error is its last.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Self
 
 from auth import IdentityError, NodeId
+from mesh.rpc.heads import (
+    Shapes,
+    answer_head,
+    read_answer_head,
+    read_items,
+    read_request_head,
+    request_head,
+)
 from mesh.rpc.links import Link
 from mesh.rpc.pickled import has_pickle
-from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS
-from tensor_bridge import TensorMeta, decode_meta, encode_meta
+from mesh.rpc.targets import ID_BYTES, Target
+from mesh.rpc.values import MAX_TENSORS
+from tensor_bridge import TensorMeta
 from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_LANE, lanes_of
-from transport import CborValue, cbor
+from transport import CborValue, ProtocolError, cbor
 from transport.frames import MAX_FRAME
 
 __all__ = [
     "CALL_SERVICE",
-    "ID_BYTES",
     "PART_SERVICE",
     "REFS_SERVICE",
     "SCOPE",
@@ -44,7 +55,6 @@ __all__ = [
     "RefNotes",
     "Request",
     "Share",
-    "Target",
     "Wanted",
 ]
 
@@ -54,20 +64,8 @@ STREAM_SERVICE = "rpc.stream"
 SCOPE = "rpc:call"
 """What a peer needs to call anything here."""
 
-ID_BYTES = 16
-"""Of references, of forks of them, and of messages with large tensors."""
-
-MAX_NAME = 256
-MAX_DEVICE = 32
 MAX_NOTES = 1024
 """Most entries of each kind in one `RefNotes`."""
-
-MAX_SECONDS = 1e9
-
-SHORT_META = 128
-KEPT_METAS = 1024
-"""Descriptions of tensors up to that many bytes are kept, so many: programs send the same again and
-again, and to read one costs more than all the rest of a short message."""
 
 MAX_WANTED = 1 << 62
 """Most items of one stream."""
@@ -98,91 +96,35 @@ class Beside:
         """Bytes of all of them."""
         return sum(meta.nbytes for meta in self.metas)
 
-    def encode(self) -> list[CborValue]:
-        """Return them as they travel."""
-        found: list[CborValue] = []
-        for meta, data, device in zip(self.metas, self.inline, self.devices, strict=True):
-            end: list[CborValue] = [] if device is None else [device]
-            found.append([_meta_bytes(meta), data, *end])
-        return found
+    @property
+    def content(self) -> bytes:
+        """The bytes of those that are small, one after another."""
+        return b"".join(data for data in self.inline if data is not None)
+
+    @property
+    def shapes(self) -> Shapes:
+        """What of them is the same from message to message."""
+        is_inline = tuple(data is not None for data in self.inline)
+        return tuple(zip(self.metas, is_inline, self.devices, strict=True))
 
     @classmethod
-    def decode(cls, fields: Fields, name: str) -> Self:
-        """Take them out of `fields`."""
-        metas: list[TensorMeta] = []
+    def of(cls, shapes: Shapes, content: bytes) -> Self:
+        """Put tensors together again.
+
+        Raises:
+            ProtocolError: it is content of another length than they have.
+        """
         inline: list[bytes | None] = []
-        devices: list[str | None] = []
-        for item in fields.items(name, MAX_TENSORS):
-            match item:
-                case [bytes(meta), bytes() | None as data, *end] if len(end) <= 1:
-                    metas.append(_meta_of(meta) if len(meta) <= SHORT_META else _read_meta(meta))
-                    devices.append(_device(fields, end[0]) if end else None)
-                    if data is not None and len(data) != metas[-1].nbytes:
-                        raise fields.wrong("a tensor of another length than it should have")
-                    inline.append(data)
-                case _:
-                    raise fields.wrong("a tensor is a description, its bytes, and a device")
-        return cls(tuple(metas), tuple(inline), tuple(devices))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Target:
-    """What is to be called.
-
-    Attributes:
-        kind: ``"function"``, ``"operator"``, ``"method"``, ``"fetch"``, ``"pickled"``, or, of
-            distributed autograd, ``"gradients"`` or ``"backward"``.
-        name: of the function, operator or method; empty for the others.
-        key: the reference of a method, a fetch or a backward.
-    """
-
-    kind: str
-    name: str = ""
-    key: bytes = b""
-
-    def encode(self) -> dict[str, CborValue]:
-        """Return it as it travels."""
-        # In the order of deterministic CBOR, here and below: nobody has to sort it then.
-        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
-        value["kind"] = self.kind
-        if self.name:
-            value["name"] = self.name
-        return value
-
-    @classmethod
-    def decode(cls, value: CborValue) -> Self:
-        """Return the target in `value`."""
-        fields = Fields(value, "target of a call")
-        kind = fields.text("kind", longest=16)
-        if kind not in _KINDS:
-            raise fields.wrong(f"{kind!r} is no kind of target")
-        has_name, has_key = _KINDS[kind]
-        name = fields.text("name", longest=MAX_NAME) if has_name else ""
-        key = fields.data("key", shortest=ID_BYTES, longest=ID_BYTES) if has_key else b""
-        fields.finish()
-        return cls(kind, name, key)
-
-    def __str__(self) -> str:
-        if self.kind == "fetch":
-            return "fetch of a reference"
-        if self.kind == "pickled":
-            return "call of a pickled function"
-        if self.kind == "gradients":
-            return "sending of gradients"
-        if self.kind == "backward":
-            return "backward from a reference"
-        return f"call of {self.kind} {self.name!r}"
-
-
-_KINDS = {
-    "function": (True, False),
-    "operator": (True, False),
-    "method": (True, True),
-    "fetch": (False, True),
-    "pickled": (False, False),
-    "gradients": (False, False),
-    "backward": (False, True),
-}
+        start = 0
+        for meta, is_inline, _ in shapes:
+            end = start + meta.nbytes
+            inline.append(content[start:end] if is_inline else None)
+            start = end if is_inline else start
+        if start != len(content):
+            raise ProtocolError(
+                "reading of a call", why="its tensors have content of another length than they say"
+            )
+        return cls(tuple(each[0] for each in shapes), tuple(inline), tuple(e[2] for e in shapes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,35 +150,24 @@ class Request:
     key: bytes = b""
     link: Link | None = None
 
-    def encode(self) -> dict[str, CborValue]:
+    def encode(self) -> list[CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
-        value["items"] = self.items
+        head = request_head(self.target, self.seconds, self.beside.shapes)
+        own: dict[str, CborValue] = {"key": self.key} if self.key else {}
         if self.create is not None:
-            value["create"] = self.create.encode()
-        value["target"] = self.target.encode()
-        whole = int(self.seconds)
-        value["seconds"] = whole if whole == self.seconds else self.seconds
-        value["tensors"] = self.beside.encode()
-        if self.link is not None:
-            value["autograd"] = self.link.encode()
-        return value
+            own["create"] = self.create.encode()
+        return _parts(head, self.items, self.beside, own, self.link)
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
-        fields = Fields(value, "call")
-        target = Target.decode(fields.value("target"))
-        items = fields.items("items", MAX_ITEMS)
-        beside = Beside.decode(fields, "tensors")
-        seconds = fields.value("seconds")
-        if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_SECONDS:  # type: ignore[operator]
-            raise fields.wrong("'seconds' is no time limit")
+        head, items, content, fields = _taken_apart(value, "call")
+        target, seconds, shapes = read_request_head(head)
+        beside = Beside.of(shapes, content)
         create = Fork.decode(fields.value("create")) if fields.has("create") else None
-        key = _key(fields, beside)
-        link = _link(fields)
+        key, link = _key(fields, beside), _link(fields)
         fields.finish()
-        return cls(target, items, beside, float(seconds), create, key, link)  # type: ignore[arg-type]
+        return cls(target, read_items(items), beside, seconds, create, key, link)
 
     @property
     def has_pickle(self) -> bool:
@@ -267,27 +198,24 @@ class Answer:
     error: CborValue = None
     link: Link | None = None
 
-    def encode(self) -> dict[str, CborValue]:
+    def encode(self) -> CborValue:
         """Return the message as it travels."""
         if self.error is not None:
             return {"error": self.error}
-        value: dict[str, CborValue] = {"key": self.key} if self.key else {}
-        value["items"] = self.items
-        value["tensors"] = self.beside.encode()
-        if self.link is not None:
-            value["autograd"] = self.link.encode()
-        return value
+        own: dict[str, CborValue] = {"key": self.key} if self.key else {}
+        return _parts(answer_head(self.beside.shapes), self.items, self.beside, own, self.link)
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
         """Return the message in `value`."""
-        fields = Fields(value, "answer of a call")
-        if fields.has("error"):
-            answer = cls(error=fields.value("error"))
-        else:
-            items = fields.items("items", MAX_ITEMS)
-            beside = Beside.decode(fields, "tensors")
-            answer = cls(items, beside, _key(fields, beside), link=_link(fields))
+        if isinstance(value, dict):
+            fields = Fields(value, "answer of a call")
+            failed = cls(error=fields.value("error"))
+            fields.finish()
+            return failed
+        head, items, content, fields = _taken_apart(value, "answer of a call")
+        beside = Beside.of(read_answer_head(head), content)
+        answer = cls(read_items(items), beside, _key(fields, beside), link=_link(fields))
         fields.finish()
         return answer
 
@@ -458,26 +386,33 @@ class RefNotes:
         return cls(shared, confirmed, dropped, left)
 
 
+# -- the parts of a request or an answer
+
+
+def _parts(
+    head: bytes,
+    items: list[CborValue],
+    beside: Beside,
+    own: dict[str, CborValue],
+    link: Link | None,
+) -> list[CborValue]:
+    if link is not None:
+        own["autograd"] = link.encode()
+    written: list[CborValue] = [head, cbor.encode(items, max_size=MAX_FRAME), beside.content]
+    return [*written, own] if own else written
+
+
+def _taken_apart(value: CborValue, what: str) -> tuple[bytes, bytes, bytes, Fields]:
+    match value:
+        case [bytes(head), bytes(items), bytes(content)]:
+            return head, items, content, Fields({}, what)
+        case [bytes(head), bytes(items), bytes(content), dict(own)] if own:
+            return head, items, content, Fields(own, what)
+    raise Fields({}, what).wrong("it is a head, items, content, and what it has for itself")
+
+
 def _link(fields: Fields) -> Link | None:
     return Link.decode(fields.value("autograd")) if fields.has("autograd") else None
-
-
-def _device(fields: Fields, value: CborValue) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_DEVICE:
-        raise fields.wrong(f"a device is a name of 1 to {MAX_DEVICE} characters")
-    return value
-
-
-@functools.lru_cache(KEPT_METAS)
-def _meta_bytes(meta: TensorMeta) -> bytes:
-    return cbor.encode(encode_meta(meta), max_size=MAX_FRAME)
-
-
-def _read_meta(data: bytes) -> TensorMeta:
-    return decode_meta(cbor.decode(data, max_size=MAX_FRAME))
-
-
-_meta_of = functools.lru_cache(KEPT_METAS)(_read_meta)
 
 
 def _key(fields: Fields, beside: Beside) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import anyio
 
-from auth import NodeId
+from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
 from mesh.rpc.errors import RpcError, RpcTimeout
@@ -192,6 +193,8 @@ class Worker:
             future.cancel()
         self.agent.placement = Placement()
         if self._owns_node:
+            with contextlib.suppress(MeshError):  # it has been closed already
+                self.node.run(self.agent.service.streams.end)
             self.node.close()  # another's own goes on to answer
         self._completer.close(CLOSE_SECONDS)
 

@@ -17,7 +17,9 @@ from mesh.train.strategy import MakeOptimizer, Strategy, share_options
 __all__ = ["ddp"]
 
 
-def ddp(devices: Sequence[torch.device | str], *, timeout: float = 300.0) -> Strategy:
+def ddp(
+    devices: Sequence[torch.device | str], *, timeout: float = 300.0, repeats: bool = True
+) -> Strategy:
     """Train a replica on each device, of the same parameters after each step.
 
     The gradient of a step is that of the mean over the whole batch, however its examples divide
@@ -31,8 +33,10 @@ def ddp(devices: Sequence[torch.device | str], *, timeout: float = 300.0) -> Str
     Args:
         devices: as for `mesh.DistributedContext`; the first is the main one.
         timeout: seconds for one exchange.
+        repeats: whether a step that is as it was before is done again by the peers, without this
+            program's part in it; see docs/train.md.
     """
-    return _Ddp(devices, timeout)
+    return _Ddp(devices, timeout, repeats=repeats)
 
 
 class _Ddp(Replicated):

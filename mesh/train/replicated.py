@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -18,10 +19,12 @@ from mesh.collective import CollectiveError, RankLost
 from mesh.device.client.tensors import BACKEND, device_of
 from mesh.device.errors import SessionLost
 from mesh.device.groups.context import Collective, DistributedContext, Starting
-from mesh.train.batches import moved, split
+from mesh.train.batches import kind_of, moved, split
 from mesh.train.buckets import Bucket, Filling, buckets_of
+from mesh.train.repeating import Repeater
 from mesh.train.replicas import average_buffers, replicate
 from mesh.train.strategy import Loss, MakeOptimizer, on_cpu, prepared, share_options
+from mesh.train.watching import mode_of_torch
 
 __all__ = ["Replicated"]
 
@@ -32,11 +35,16 @@ class Replicated(abc.ABC):
     Args:
         devices: the first is the main one.
         timeout: seconds for one exchange.
+        repeats: whether steps that are as before are done again without this program's part.
     """
 
-    def __init__(self, devices: Sequence[torch.device | str], timeout: float) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device | str], timeout: float, *, repeats: bool
+    ) -> None:
         self._timeout = timeout
+        self._repeats = repeats
         self._context = DistributedContext(devices, op="sum", timeout=timeout)
+        self._repeater: Repeater | None = None
         self._models: list[nn.Module] = []
         self._parameters: list[list[nn.Parameter]] = []
         self._optimizers: list[Optimizer] = []
@@ -85,6 +93,7 @@ class Replicated(abc.ABC):
     def prepare(self, model: nn.Module, optimizer: MakeOptimizer) -> None:
         """Replicate a model, and make the optimizers."""
         self._make = optimizer
+        self._let_go()
         self._adopt(replicate(self._context, model))
         self._optimizers = self._make_optimizers(optimizer)
 
@@ -103,15 +112,36 @@ class Replicated(abc.ABC):
                 "batch of a step but the last"
             )
         parts = split(batch, len(self.devices))
-        total = sum(count for count, _ in parts)
+        counts = [count for count, _ in parts]
         self._is_settled = False
         self._failed = None
+
+        def work(inputs: list[Any]) -> _Found:
+            return self._find(counts, inputs, loss, weight, last=last)
+
+        found: _Found = self._repeating.run(
+            _kind_of(batch, loss, weight, last) if self._repeating.is_on else None,
+            lambda: (loss, *self._models),
+            [part for _, part in parts],
+            work,
+            lambda _: contextlib.nullcontext(),
+        )
+        self._reduced = found.reduced
+        for parameter, gradient in zip(self._holders(), found.gradients, strict=True):
+            parameter.grad = gradient
+        return found.loss.clone()  # when it is done again, the next one is written there
+
+    def _find(
+        self, counts: Sequence[int], inputs: Sequence[Any], loss: Loss, weight: float, *, last: bool
+    ) -> _Found:
+        """Find the gradients of parts of a batch that are on their devices."""
+        total = sum(counts)
         losses = self._context.start("all_reduce")
         buckets = [self._context.start(self.exchange) for _ in self._buckets if last]
         dtype = torch.get_default_dtype()
-        for rank, ((count, part), device) in enumerate(zip(parts, self.devices, strict=True)):
+        for rank, (count, device) in enumerate(zip(counts, self.devices, strict=True)):
             share = count / total
-            value = loss(self._models[rank], moved(part, device)) if count else None
+            value = loss(self._models[rank], inputs[rank]) if count else None
             if value is None:
                 losses.add(rank, torch.zeros(1, dtype=dtype, device=device))
             else:
@@ -126,10 +156,11 @@ class Replicated(abc.ABC):
                 raise failed
             if filling is not None:
                 filling.finish()
-        self._reduced = [bucket.collective() for bucket in buckets]
+        reduced = [bucket.collective() for bucket in buckets]
         if last:
-            self._take(self._reduced)
-        return losses.collective().resolve()[0].view(())
+            self._take(reduced)
+        gradients = [each.grad for each in self._holders()]
+        return _Found(losses.collective().resolve()[0].view(()), reduced, gradients)
 
     def confirm(self) -> None:
         """Wait for the last bucket: they end in order."""
@@ -139,14 +170,25 @@ class Replicated(abc.ABC):
     def step(self, *, clip: float | None = None) -> None:
         """Do the same on all devices."""
         share_options(self.optimizer, self._optimizers[1:])
+        self._repeating.run(
+            ("step", clip),
+            lambda: self._optimizers,
+            (),
+            lambda _: self._use_gradients(clip),
+            lambda part: self._surviving(part.ranks[0]),
+        )
+        for parameter in self._holders():
+            parameter.grad = None
+        self._reduced = []
+        self._repeating.rewind()
+
+    def _use_gradients(self, clip: float | None) -> None:
         if clip is not None:
             self._clip(clip)
         for rank, optimizer in enumerate(self._optimizers):
             with self._surviving(rank):
                 optimizer.step()
-                optimizer.zero_grad()
         self._finish_step()
-        self._reduced = []
 
     def evaluate(self, batch: Any, measure: Loss) -> torch.Tensor:
         """Split the batch, and return the mean over all of its examples."""
@@ -187,16 +229,24 @@ class Replicated(abc.ABC):
             raise failure or CollectiveError("going on without lost devices", why=why)
         self._context.close()
         self._let_go()
-        self._context = DistributedContext(
-            [devices[rank] for rank in left], op="sum", timeout=self._timeout
-        )
-        self._context.open()
+        while True:
+            self._context = DistributedContext(
+                [devices[rank] for rank in left], op="sum", timeout=self._timeout
+            )
+            try:
+                self._context.open()
+                break
+            except RankLost as error:  # there is no way to it from another one of them
+                unreached = {left[rank] for rank in error.ranks}
+                left = [rank for rank in left if rank not in unreached]
+                if not unreached or not left:
+                    raise
         self._adopt([self._models[rank] for rank in left])
         self._go_on_with(left)
         for model in self._models:
             model.zero_grad()
         self._reduced = []
-        return gone
+        return tuple(device for rank, device in enumerate(devices) if rank not in left)
 
     def state(self) -> dict[str, Any]:
         """Return model and optimizer as they are on all devices."""
@@ -210,6 +260,8 @@ class Replicated(abc.ABC):
             model.load_state_dict(state["model"])
         self._is_settled = True
         self._load_optimizers(state["optimizer"])
+        self._repeating.close()
+        self._repeating.rewind()
 
     # What strategies differ in.
 
@@ -249,7 +301,16 @@ class Replicated(abc.ABC):
     def _load_optimizers(self, state: Any) -> None:
         """Take what `_optimizer_state` has returned."""
 
+    def _holders(self) -> Iterator[nn.Parameter]:
+        """Yield whatever has gradients."""
+        for parameters in self._parameters:
+            yield from parameters
+
     # Inside.
+
+    @property
+    def _repeating(self) -> Repeater:
+        return prepared(self._repeater)
 
     def _adopt(self, models: Sequence[nn.Module]) -> None:
         """Have these models be the replicas."""
@@ -262,11 +323,15 @@ class Replicated(abc.ABC):
                 if parameter.requires_grad:
                     register: Any = parameter.register_post_accumulate_grad_hook
                     self._hooks.append(register(partial(self._found, rank, index)))
+        self._repeater = Repeater(self._context, is_on=self._repeats)
+        self._repeater.rewind()
 
     def _let_go(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._repeater is not None:
+            self._repeater.close()
 
     def _found(self, rank: int, index: int, parameter: torch.Tensor) -> None:
         filling = self._fillings[rank]
@@ -300,6 +365,30 @@ class Replicated(abc.ABC):
         except MeshError:
             if not _is_lost(self.devices[rank]) or len(self.devices) == 1:
                 raise
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """What comes of a batch.
+
+    Attributes:
+        loss: of the whole batch, on the main device.
+        reduced: the exchanges of the buckets, where it was the last batch of a step.
+        gradients: of whatever has one after it, as `Replicated._holders` yields that.
+    """
+
+    loss: torch.Tensor
+    reduced: list[Collective]
+    gradients: list[torch.Tensor | None]
+
+
+def _kind_of(batch: Any, loss: Loss, weight: float, last: bool) -> Hashable | None:
+    """Return what a batch's gradients are told from others by before anything is looked at."""
+    kind, mode = kind_of(batch), mode_of_torch()
+    if kind is None or mode is None:
+        return None
+    function = getattr(loss, "__func__", loss)
+    return (getattr(function, "__code__", loss), kind, weight, last, mode)
 
 
 def _is_lost(device: torch.device) -> bool:

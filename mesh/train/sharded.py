@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from mesh.train.strategy import MakeOptimizer, Strategy, prepared
 __all__ = ["sharded_optimizer"]
 
 
-def sharded_optimizer(devices: Sequence[torch.device | str], *, timeout: float = 300.0) -> Strategy:
+def sharded_optimizer(
+    devices: Sequence[torch.device | str], *, timeout: float = 300.0, repeats: bool = True
+) -> Strategy:
     """Train as `ddp` does, with the optimizer's state split among the devices.
 
     Each device gets its part of the summed gradients, updates its part of the parameters, and gets
@@ -31,15 +33,19 @@ def sharded_optimizer(devices: Sequence[torch.device | str], *, timeout: float =
     Args:
         devices: as for `mesh.DistributedContext`; the first is the main one.
         timeout: seconds for one exchange.
+        repeats: whether a step that is as it was before is done again by the peers, without this
+            program's part in it; see docs/train.md.
     """
-    return _Sharded(devices, timeout)
+    return _Sharded(devices, timeout, repeats=repeats)
 
 
 class _Sharded(Replicated):
     exchange = "reduce_scatter"
 
-    def __init__(self, devices: Sequence[torch.device | str], timeout: float) -> None:
-        super().__init__(devices, timeout)
+    def __init__(
+        self, devices: Sequence[torch.device | str], timeout: float, *, repeats: bool
+    ) -> None:
+        super().__init__(devices, timeout, repeats=repeats)
         self._shards: list[list[nn.Parameter]] = []
         """For each device its part of each bucket."""
 
@@ -59,6 +65,11 @@ class _Sharded(Replicated):
                     shards.append(nn.Parameter(shard))
                 self._shards.append(shards)
         return [make(list(shards)) for shards in self._shards]
+
+    def _holders(self) -> Iterator[nn.Parameter]:
+        yield from super()._holders()
+        for shards in self._shards:
+            yield from shards
 
     def _take(self, reduced: Sequence[Collective]) -> None:
         for number, collective in enumerate(reduced):
@@ -86,8 +97,8 @@ class _Sharded(Replicated):
         ]
         for bucket, collective in zip(self._buckets, gathered, strict=True):
             for parameters, flat in zip(self._parameters, collective.resolve(), strict=True):
-                for index, view in zip(bucket.indices, bucket.views(flat), strict=True):
-                    parameters[index].data = view
+                targets = [parameters[index].detach() for index in bucket.indices]
+                torch._foreach_copy_(targets, bucket.views(flat))
 
     def _go_on_with(self, left: Sequence[int]) -> None:
         self._optimizers = self._make_optimizers(prepared(self._make))

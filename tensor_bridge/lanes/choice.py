@@ -10,21 +10,27 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 import anyio
 import torch
 
+from tensor_bridge.codec import TensorMeta
+from tensor_bridge.copying import copy_in_turns
 from tensor_bridge.landing_memory import LandingMemory
-from tensor_bridge.lanes.lane import Lane
+from tensor_bridge.lanes.lane import Lane, Place
 from tensor_bridge.lanes.local import LocalLane, is_here, note
 from tensor_bridge.lanes.quic import QuicLane
 from tensor_bridge.lanes.shared import Landing, Link, SealedLane, SharedLane, Sharing
+from tensor_bridge.lanes.shared.blocks import Loan
 from tensor_bridge.lanes.shared.sealed import sealed_memory
 from tensor_bridge.memory import Payload
 from tensor_bridge.wire import FIRST_MOVE
 from transport import Connection, Endpoint, ProtocolError, Stream
 
 __all__ = ["NO_LANES", "LaneConfig", "LaneStatus", "Lanes", "Offer", "choose_lane"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +212,117 @@ class Lanes:
                 return (await landing.take_sealed(nbytes)).storage
         offer.link.check()
         return None
+
+    # -- tensors that lie in blocks
+
+    async def lend(
+        self,
+        connection: Connection,
+        payload: Payload,
+        moved: Callable[[int], object],
+        ask: Callable[[int, int], Awaitable[T | None]],
+    ) -> T | None:
+        """Write a tensor to a block of ours and have the peer keep it there.
+
+        Args:
+            connection: with the peer.
+            payload: all bytes of the tensor.
+            moved: told of each part that was written.
+            ask: asks the peer, by the number of the block and the name of its lending, what it
+                makes of it; None if it does not keep it.
+
+        Returns:
+            What `ask` does; None if it did not come to that, for want of a block.
+
+        Raises:
+            TensorChanged: the tensor's memory was resized or replaced meanwhile.
+            ConnectionClosed: the link with the peer has ended.
+            MeshError: what `ask` raises.
+        """
+        link, whole = self._link(connection), payload.whole()
+        if link is None or whole is None:
+            return None
+        link.take_what_is_there()
+        block = link.blocks.take(payload.nbytes)
+        if block is None:
+            return None
+        try:
+            await copy_in_turns(
+                block.view, whole, moved, is_intact=payload.is_intact, is_fresh=block.is_fresh
+            )
+            link.check()
+            kept = await ask(block.number, link.blocks.lend(block))
+        except BaseException:
+            link.blocks.drop(block)  # the peer may have it or not
+            raise
+        if kept is None:
+            link.blocks.put_back(block)
+        return kept
+
+    async def take_back(
+        self,
+        connection: Connection,
+        place: Place,
+        ask: Callable[[], Awaitable[int | None]],
+    ) -> bool:
+        """Read a tensor of ours that the peer keeps in a block; return whether it does.
+
+        Args:
+            connection: with the peer.
+            place: where it comes to lie.
+            ask: asks the peer for the name of the lending; None if the tensor is in no block.
+
+        Raises:
+            MeshError: what `ask` raises.
+        """
+        link, nbytes = self._link(connection), place.nbytes
+        if link is None or not link.blocks.has_lent(nbytes):
+            return False
+        lend = await ask()
+        block = None if lend is None else link.blocks.lent(lend)
+        if block is None or block.nbytes != nbytes:
+            return False
+        block.readers += 1
+        try:
+            await copy_in_turns(place.room, block.view, place.advance)
+        finally:
+            block.readers -= 1
+        return True
+
+    def expect(self, connection: Connection, nbytes: int) -> None:
+        """Take note that a tensor of ours was deleted at the peer: the next may be as long."""
+        link = self._link(connection)
+        if link is not None:
+            link.blocks.expect(nbytes)
+
+    def borrow(
+        self, connection: Connection, block: int, lend: int, meta: TensorMeta
+    ) -> Loan | None:
+        """Return the tensor that the peer has written to a block of its; None if there is none.
+
+        Raises:
+            ConnectionClosed: the peer breaks the protocol; the link with it ends.
+        """
+        link = self._link(connection)
+        if link is None:
+            return None
+        link.take_what_is_there()  # the block came before the call, on another way
+        with link.checking():
+            return link.their_blocks.lend(block, lend, meta)
+
+    def lent_as(self, connection: Connection, content: object) -> int | None:
+        """Return the name of the peer's lending that `content` is, if it is one."""
+        link = self._link(connection)
+        if link is None or not isinstance(content, Loan) or content.blocks is not link.their_blocks:
+            return None
+        return content.lend
+
+    def _link(self, connection: Connection) -> Link | None:
+        if self._sharing is None or self._is_here(connection):
+            return None
+        return self._sharing.link(connection)
+
+    # -- what there is
 
     async def meet(self, connection: Connection) -> None:
         """Have it found out now what there is with the peer, and not by the first large move."""

@@ -11,7 +11,17 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.benchmarks import collectives, delay, device, host, memory, namespaces, report, rpc
+from tests.benchmarks import (
+    collectives,
+    delay,
+    device,
+    host,
+    memory,
+    namespaces,
+    report,
+    rpc,
+    train,
+)
 from tests.benchmarks.compare import Options, Row, Shown
 from tests.benchmarks.loopback import Bulk, Small
 
@@ -25,6 +35,7 @@ PARTS = {
     "delay": delay,
     "memory": memory,
     "device": device,
+    "train": train,
 }
 
 

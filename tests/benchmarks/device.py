@@ -46,10 +46,12 @@ def missing() -> str | None:
 
 def run(options: Options) -> tuple[list[Row], list[Shown]]:
     """Measure; return the rows and the ratios."""
-    orders = ("operation", "local", "remote", "captured", "up", "put", "down", "get", "chain")
+    adding = ("operation", "addition")
+    orders = (*adding, "local", "remote", "captured", "up", "put", "down", "get", "chain")
     found = _measure(LOOPBACK, LOOPBACK, orders, options)
     step = "training step of an encoder"
     rows = [
+        _row("a + b", LOCAL, "us", found["addition"], 1e6),  # 1.7 where nothing else runs
         _row("a + b", OURS, "us", found["operation"], 1e6),
         _row(step, LOCAL, "ms", found["local"], 1e3),
         _row(step, OURS, "ms", found["remote"], 1e3),
@@ -155,6 +157,7 @@ def _orders(node: Any, ticket: str, scale: float) -> dict[str, Callable[[], floa
 
     d = mesh.device(ticket, node=node)
     a, b = torch.ones(4, device=d), torch.ones(4, device=d)
+    x, y = torch.ones(4), torch.ones(4)
     big = torch.ones(int(NBYTES * scale) // 4)
     there = big.to(d)
     client = node.run(functools.partial(_client, node.node, ticket))
@@ -175,7 +178,7 @@ def _orders(node: Any, ticket: str, scale: float) -> dict[str, Callable[[], floa
             mesh.device.synchronize(d)
         return (time.perf_counter() - began) / count
 
-    def operations() -> float:
+    def operations(a: torch.Tensor, b: torch.Tensor) -> float:
         costs = []
         for _ in range(SERIES):
             mesh.device.synchronize(d)
@@ -186,10 +189,10 @@ def _orders(node: Any, ticket: str, scale: float) -> dict[str, Callable[[], floa
         return median(costs)
 
     def chain() -> float:
-        x = a
+        total = a
         for _ in range(CHAIN):
-            x = x + b
-        return x.sum().item()
+            total = total + b
+        return total.sum().item()
 
     def put_one() -> None:
         refs.append(node.run(put))
@@ -200,7 +203,8 @@ def _orders(node: Any, ticket: str, scale: float) -> dict[str, Callable[[], floa
         return seconds
 
     return {
-        "operation": operations,
+        "operation": lambda: operations(a, b),
+        "addition": lambda: operations(x, y),
         "chain": lambda: timed(chain, wait=False),
         "local": lambda: timed(steps["local"], STEPS),
         "remote": lambda: timed(steps["remote"], STEPS),

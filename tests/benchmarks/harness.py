@@ -37,6 +37,7 @@ __all__ = [
     "Site",
     "Turn",
     "child",
+    "cpu_seconds",
     "filled",
     "median",
     "obey",
@@ -163,9 +164,9 @@ class Session:
         if self._spins:
             self._signal(signal.SIGCONT)
         machine, busy = _machine_seconds()
-        before = [_cpu_seconds(pids) for pids in self._watched]
+        before = [cpu_seconds(pids) for pids in self._watched]
         answer = self.ask(*order)
-        after = [_cpu_seconds(pids) for pids in self._watched]
+        after = [cpu_seconds(pids) for pids in self._watched]
         machine_after, busy_after = _machine_seconds()
         self.rest()
         used = [late - early for late, early in zip(after, before, strict=True)]
@@ -285,7 +286,8 @@ def other_load() -> float:
     return psutil.cpu_percent(QUIET_SECONDS) / 100
 
 
-def _cpu_seconds(pids: tuple[int, ...]) -> float:
+def cpu_seconds(pids: tuple[int, ...]) -> float:
+    """Return the CPU time of all threads of some processes."""
     # The clock of another process, as clock_getcpuclockid(3) makes its name.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 

@@ -39,6 +39,7 @@ class Small:
         "quicmesh, poll loop": PollLoop(),
         STOCK: StockAioquic(),
         STREAM: Quicmesh(one_stream=True),
+        f"{STREAM}, trio": Quicmesh("trio", one_stream=True),
         STOCK_STREAM: StockAioquic(one_stream=True),
         "qh3": Qh3(),
         **OTHERS,
@@ -61,8 +62,9 @@ class Small:
                 at_most=goal is not None,
             )
             for one, other, goal in (
-                (CALL, STOCK, 1.0),
-                (STREAM, STOCK_STREAM, 1.0),
+                (CALL, STOCK, None),
+                (STREAM, STOCK_STREAM, 0.8),
+                (f"{STREAM}, trio", STOCK_STREAM, 1.0),
                 (f"{CALL}, uvloop", STOCK, None),
                 (CALL, "quicmesh, poll loop", None),
                 (CALL, "qh3", None),

@@ -230,8 +230,8 @@ class _End:
             data = data[taken:]
 
     def _report(self, core: ConnectionCore) -> None:
-        while (event := core.next_event()) is not None:
-            self._handle(core, event)
+        while core.events:
+            self._handle(core, core.events.popleft())
 
     def _handle(self, core: ConnectionCore, event: Event) -> None:
         match event:

@@ -14,7 +14,7 @@ from transport import EndpointConfig
 
 __all__ = ["LOOPBACK", "eventually", "machine", "node", "program"]
 
-LOOPBACK = EndpointConfig(bind="127.0.0.1:0", liveness=1.0, linger=1.0)
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=1.0, linger=1.0)
 
 
 def node(authorizer: Authorizer | None = None, *, tensors: bool = False) -> Node:

@@ -16,30 +16,49 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from anyio.from_thread import start_blocking_portal
 
 from auth import SecretKey, Ticket, allow_any
-from mesh import PeerState, blocking
+from mesh import Home, PeerState, blocking
 from mesh.errors import NodeError, UnknownPeer, Unreachable
 from tests.mesh.nodes import LOOPBACK
 from transport import EndpointConfig
+from transport.process import ProcessEngine, sharing
+from transport.process.sharing import SharedProcess, listening, share
+from transport.process.spawn import Child
 
-CONFIG = dataclasses.replace(LOOPBACK, connect_timeout=30.0)
+CONFIG = dataclasses.replace(LOOPBACK, placement=None, connect_timeout=30.0)
 """On a machine where much else runs, the first connection waits for two processes to come up."""
 
-ENDPOINT_PROCESS = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has endpoint processes"),
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has endpoint processes")
+PLACEMENTS = [
+    "loop",
+    pytest.param("shared", marks=LINUX),
+    pytest.param("process", marks=[LINUX, pytest.mark.slow]),  # half a second for each node
 ]
-"""Half a second of a processor for each node."""
 
 GONE = Ticket(SecretKey.generate().node_id, (("127.0.0.1", 9),))
 
 
-@pytest.fixture(autouse=True, params=["loop", pytest.param("process", marks=ENDPOINT_PROCESS)])
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where nodes share an endpoint process, as those of a machine whose daemon runs."""
+    path = tmp_path_factory.mktemp("shared") / "endpoint.sock"
+    with listening(path) as listener, start_blocking_portal() as portal:
+        serving = portal.start_task_soon(share, listener)
+        yield path
+        serving.cancel()
+
+
+@pytest.fixture(autouse=True, params=PLACEMENTS)
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the packets of the test's nodes are moved."""
     name: str = request.param
-    monkeypatch.setattr(blocking, "PLACEMENT", name)
+    monkeypatch.setattr(blocking, "PLACEMENT", "loop" if name == "loop" else "process")
+    if name == "shared":
+        path = request.getfixturevalue("shared")
+        monkeypatch.setattr(sharing, "JOIN_SECONDS", 30.0)
+        monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, share=str(path)))
     return name
 
 
@@ -57,6 +76,15 @@ def pair() -> Iterator[tuple[blocking.Node, blocking.Node]]:
 
 def threads_of_mesh() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("mesh-")]
+
+
+def test_each_has_its_packets_moved_where_it_should(
+    pair: tuple[blocking.Node, blocking.Node], placement: str
+) -> None:
+    engines = [each.endpoint._engine for each in pair]
+    children = [each._child for each in engines if isinstance(each, ProcessEngine)]
+    kinds = {"loop": [], "shared": [SharedProcess] * 2, "process": [Child] * 2}
+    assert [type(each) for each in children] == kinds[placement]
 
 
 def test_peer(pair: tuple[blocking.Node, blocking.Node]) -> None:
@@ -233,3 +261,23 @@ def test_forked_child_is_refused(pair: tuple[blocking.Node, blocking.Node]) -> N
     os.waitpid(child, 0)
     assert f"it belongs to process {os.getpid()}, from which this one was forked" in told
     assert peer.ping() > 0
+
+
+def test_where_packets_are_moved_unless_it_is_said(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(**settings: str) -> tuple[str | None, str | None]:
+        given = EndpointConfig(bind="127.0.0.1:0", **settings)  # type: ignore[arg-type]
+        found = blocking.Node.worker(home, config=given).node._config
+        return found.placement, found.share
+
+    home, where = Home(tmp_path), "loop" if placement == "loop" else "process"
+    path = str(home.endpoint_path)
+    assert config() == (where, None)
+    home.endpoint_path.touch()
+    assert config() == (where, None if where == "loop" else path)
+    assert config(placement="process") == ("process", None)
+    assert config(placement="loop") == ("loop", None)
+    assert blocking.Node.client(home=home).node._config.share == (config()[1])
+    monkeypatch.undo()
+    assert ("process" if sys.platform == "linux" else "loop") == blocking.PLACEMENT

@@ -11,8 +11,17 @@ from auth import MeshError
 from mesh.rpc.errors import NotExposed
 from mesh.rpc.exceptions import decode_exception, encode_exception
 from mesh.rpc.exposed import Exposures
+from mesh.rpc.heads import (
+    answer_head,
+    read_answer_head,
+    read_items,
+    read_request_head,
+    request_head,
+)
 from mesh.rpc.listing import Listing
 from mesh.rpc.owned import RefRow
+from mesh.rpc.patterns import request_pattern, write_request
+from mesh.rpc.targets import Target
 from mesh.rpc.types import TypeTable
 from mesh.rpc.values import Packer, Unpacker
 from mesh.rpc.wire import (
@@ -24,14 +33,13 @@ from mesh.rpc.wire import (
     RefNotes,
     Request,
     Share,
-    Target,
     Wanted,
 )
 from tensor_bridge import TensorMeta, UnsupportedTensor
 from tests.parsers.of_auth import node_ids
 from tests.parsers.of_tensor_bridge import metas
 from tests.parsers.parser import Parser, texts
-from transport import CborValue, ProtocolError
+from transport import CborValue, ProtocolError, cbor
 
 __all__ = ["PARSERS"]
 
@@ -74,6 +82,42 @@ def _answers(draw: st.DrawFn) -> Answer:
         return Answer(error={"type": draw(_names)})
     beside = draw(_besides())
     return Answer([1, draw(texts)], beside, draw(_ids) if beside.apart else b"")
+
+
+_shapes = st.lists(
+    st.tuples(metas(), st.booleans(), st.none() | st.just("cuda:1")), max_size=3
+).map(tuple)
+
+_plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-9, 9),
+    st.floats(allow_nan=False),
+    st.text("ab", max_size=4),
+)
+_small = st.lists(st.integers(-9, 9), max_size=4).map(
+    lambda each: torch.tensor(each, dtype=torch.int16)
+)
+
+
+def _write_pattern(values: list[Any]) -> Any:
+    return write_request("a.b", tuple(values), {}, 5.0)
+
+
+def _read_pattern(value: Any) -> list[Any]:
+    match value:
+        case [bytes(head), bytes(items), bytes(content)]:
+            pattern = request_pattern(head, items)
+            if pattern is not None and not pattern.names:
+                return pattern.read(content)
+    raise ProtocolError("a short request", why="it has no pattern")
+
+
+def _same_values(one: list[Any], other: list[Any]) -> bool:
+    return all(
+        torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
+        for mine, its in zip(one, other, strict=True)
+    )
 
 
 _notes = st.builds(
@@ -166,7 +210,7 @@ def _same_exception(one: Exception, other: Exception) -> bool:
 PARSERS = [
     Parser(
         name="rpc.request",
-        covers=("mesh.rpc.wire.Request.decode", "mesh.rpc.wire.Target.decode"),
+        covers=("mesh.rpc.wire.Request.decode", "mesh.rpc.targets.Target.decode"),
         form="message",
         values=_requests(),
         write=Request.encode,
@@ -175,12 +219,50 @@ PARSERS = [
     ),
     Parser(
         name="rpc.answer",
-        covers=("mesh.rpc.wire.Answer.decode", "mesh.rpc.wire.Beside.decode"),
+        covers=("mesh.rpc.wire.Answer.decode",),
         form="message",
         values=_answers(),
         write=Answer.encode,
         read=Answer.decode,
         refuses=(ProtocolError, UnsupportedTensor),
+    ),
+    Parser(
+        name="rpc.request_head",
+        covers=("mesh.rpc.heads.read_request_head",),
+        form="bytes",
+        values=st.tuples(_targets, st.floats(0, 1e9), _shapes),
+        write=lambda value: request_head(*value),
+        read=read_request_head,
+        refuses=(ProtocolError, UnsupportedTensor),
+    ),
+    Parser(
+        name="rpc.answer_head",
+        covers=("mesh.rpc.heads.read_answer_head",),
+        form="bytes",
+        values=_shapes,
+        write=answer_head,
+        read=read_answer_head,
+        refuses=(ProtocolError, UnsupportedTensor),
+    ),
+    Parser(
+        name="rpc.items",
+        covers=("mesh.rpc.heads.read_items",),
+        form="bytes",
+        values=st.lists(st.none() | texts | st.integers(0, 9), max_size=4),
+        write=lambda items: cbor.encode(items, max_size=1 << 20),
+        read=read_items,
+        refuses=(ProtocolError,),
+    ),
+    Parser(
+        name="rpc.pattern",
+        covers=("mesh.rpc.patterns.Pattern.read",),
+        form="message",
+        values=st.lists(_plain | _small, max_size=4),
+        write=_write_pattern,
+        read=_read_pattern,
+        refuses=(ProtocolError, UnsupportedTensor),
+        same=_same_values,
+        is_canonical=False,  # what calls something else holds the same values
     ),
     Parser(
         name="rpc.part_open",

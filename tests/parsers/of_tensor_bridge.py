@@ -25,9 +25,12 @@ from tensor_bridge.lanes.shared.meeting import (
 )
 from tensor_bridge.lanes.shared.protocol import (
     MAX_SLOT_BYTES,
+    BlockMessage,
     FilledMessage,
+    ForgottenMessage,
     GivenMessage,
     PoolMessage,
+    ReturnedMessage,
     decode_message,
 )
 from tensor_bridge.serve_create import FILLS, CreateCall
@@ -53,6 +56,7 @@ from tensor_bridge.wire import (
     decode_fetch_answer,
     encode_fetch_failure,
 )
+from tensor_bridge.wire_blocks import Found, KeepCall, UndoCall
 from tests.parsers.of_auth import node_ids
 from tests.parsers.of_transport import encoded, errors, same_error
 from tests.parsers.parser import Parser, texts
@@ -112,6 +116,9 @@ _MESSAGES: dict[Any, st.SearchStrategy[Any]] = {
     Minted: st.builds(Minted, _tokens, metas(), _addresses),
     ObjectCall: st.builds(ObjectCall, _ids),
     MapCall: st.builds(MapCall, _ids, st.integers(FIRST_MOVE, (1 << 64) - 1)),
+    KeepCall: st.builds(KeepCall, _ids, metas(), _slots, _versions, _names),
+    UndoCall: st.builds(UndoCall, _ids),
+    Found: st.builds(Found, metas(), _versions),
     ListCall: st.builds(ListCall, st.none() | _ids),
     Listed: _listed,
     Listing: st.builds(
@@ -175,7 +182,10 @@ PARSERS = [
         form="bytes",
         values=st.builds(PoolMessage, _slot_bytes)
         | st.builds(FilledMessage, _slots, _slot_bytes, _versions)
-        | st.builds(GivenMessage, _slots),
+        | st.builds(GivenMessage, _slots)
+        | st.builds(BlockMessage, _slots)
+        | st.builds(ReturnedMessage, _versions)
+        | st.builds(ForgottenMessage, _slots),
         write=lambda message: message.encode(),
         read=decode_message,
         refuses=(ProtocolError,),

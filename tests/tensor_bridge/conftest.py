@@ -44,6 +44,7 @@ OF_NO_LANE = {
     "lane",
     "carried_call",
     "handed_over",
+    "kept_in_a_block",
     "list_all",
     "shared_lane",
 }

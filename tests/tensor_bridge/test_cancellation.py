@@ -22,6 +22,7 @@ from tensor_bridge import (
     TensorStore,
 )
 from tensor_bridge.codec import describe
+from tensor_bridge.lanes.shared.blocks import LEAST_BYTES
 from tensor_bridge.lanes.shared.link import SLOTS, Link
 from tensor_bridge.memory import Payload, tensor_bytes
 from tensor_bridge.moves import settle
@@ -317,6 +318,27 @@ async def handed_over(m: Moves) -> AsyncIterator[Operation]:
         yield run
         await eventually(lambda: not any(link._landings for link in _links(one, other)))
         await client.delete(ref)
+
+
+@covers("tensor_bridge.Lanes.lend", "tensor_bridge.Lanes.take_back", stride=2)
+async def kept_in_a_block(m: Moves) -> AsyncIterator[Operation]:
+    async with together(*(node(lanes=LANES["shared-memory"]) for _ in range(2))) as (one, other):
+        client, tensor = await one.client(other), filled((LEAST_BYTES,), torch.uint8)
+        await client.delete(await client.put(tensor))
+        await eventually(lambda: all(link.calls is not None for link in _links(one, other)))
+
+        async def run() -> None:
+            one.lanes.expect(client._connection, LEAST_BYTES)
+            ref = await client.put(tensor)
+            assert same(await client.get(ref), tensor)
+
+        yield run
+        other.store.delete_owner(one.endpoint.node_id)
+        ours, theirs = _links(one, other)
+        await eventually(lambda: not ours.blocks.has_lent(LEAST_BYTES))
+        await eventually(lambda: len(theirs.their_blocks._blocks) == len(ours.blocks) <= 1)
+        assert not any(block.readers for block in ours.blocks._blocks.values())
+        assert other.is_empty
 
 
 def _links(*nodes: Node) -> list[Link]:

@@ -247,8 +247,8 @@ class Host:
             self.demux.remove(core)
 
     def _report(self, end: End) -> None:
-        while (event := end.core.next_event()) is not None:
-            match event:
+        while end.core.events:
+            match event := end.core.events.popleft():
                 case ConnectionIdIssued(connection_id=connection_id):
                     self.demux.add(end.core, connection_id)
                 case ConnectionIdRetired(connection_id=connection_id):

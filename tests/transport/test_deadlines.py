@@ -19,7 +19,7 @@ async def test_each_wait_ends_at_its_own_deadline() -> None:
     ended: list[int] = []
 
     async def wait(number: int, seconds: float) -> None:
-        await deadlines.wait(anyio.Event(), began + seconds)
+        assert not await deadlines.begin(began + seconds).over()
         assert time.monotonic() - began > seconds - 0.002
         ended.append(number)
 
@@ -30,20 +30,21 @@ async def test_each_wait_ends_at_its_own_deadline() -> None:
                 for number, seconds in ((3, 0.06), (1, 0.02), (2, 0.04)):
                     waits.start_soon(wait, number, seconds)
         tasks.cancel_scope.cancel()
-    assert ended == [1, 2, 3]
+    assert sorted(ended) == [1, 2, 3]
     assert not deadlines._waits
 
 
-async def test_an_event_ends_a_wait_long_before() -> None:
+async def test_who_is_woken_waits_no_longer() -> None:
     deadlines = Deadlines()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(deadlines.run)
-        event = anyio.Event()
+        wait = deadlines.begin(math.inf)
         with anyio.fail_after(3):
             async with anyio.create_task_group() as waits:
-                waits.start_soon(deadlines.wait, event, math.inf)
-                await anyio.sleep(0.001)
-                event.set()
+                waits.start_soon(wait.over)
+                await anyio.wait_all_tasks_blocked()
+                wait.wake()
+        assert wait.is_woken
         tasks.cancel_scope.cancel()
     assert not deadlines._waits
 
@@ -53,8 +54,8 @@ async def test_a_wait_whose_time_has_come_already_ends_at_once() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(deadlines.run)
         with anyio.fail_after(3):
-            await deadlines.wait(anyio.Event(), time.monotonic() - 1)
-            await deadlines.wait(anyio.Event(), -math.inf)
+            assert not await deadlines.begin(time.monotonic() - 1).over()
+            assert not await deadlines.begin(-math.inf).over()
         tasks.cancel_scope.cancel()
 
 
@@ -63,6 +64,18 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(deadlines.run)
         with anyio.move_on_after(0.001):
-            await deadlines.wait(anyio.Event(), time.monotonic() + 60)
+            await deadlines.begin(time.monotonic() + 60).over()
         assert not deadlines._waits
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_wait_that_was_ended_before_it_began_ends_at_once() -> None:
+    deadlines = Deadlines()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(deadlines.run)
+        wait = deadlines.begin(math.inf)
+        wait.wake()
+        wait.wake()
+        with anyio.fail_after(3):
+            assert await wait.over()
         tasks.cancel_scope.cancel()

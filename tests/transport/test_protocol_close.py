@@ -183,7 +183,7 @@ def test_after_the_end_time_and_suspicion_do_nothing() -> None:
     dialer.core.suspect(world.now)
     dialer.core.handle_timer(world.now + 1)
     dialer.core.handle_timer(world.now + 100)
-    assert dialer.core.next_event() is None
+    assert not dialer.core.events
     assert dialer.events == events
     assert dialer.core.is_terminated
 

@@ -41,7 +41,7 @@ def sizes(end: End) -> dict[str, int]:
     return {
         "streams": len(core.streams),
         "blocked": len(core._blocked),
-        "events": len(core._events),
+        "events": len(core.events),
         "awaiting": len(core._awaiting),
         "ready": len(quic._writer._ready),
         "posted": len(quic._posted),
@@ -357,7 +357,7 @@ def test_a_stream_slot_that_comes_with_another_being_used_is_announced() -> None
     dialer.open(b"2", fin=False)  # taken before anything else arrives
     dialer.core.quic._remote_max_streams_bidi += 1
     dialer.core._collect()
-    assert dialer.core.next_event() == StreamsAvailable()
+    assert dialer.core.events.popleft() == StreamsAvailable()
 
 
 def test_any_number_of_streams_in_turn_leaves_nothing_behind() -> None:

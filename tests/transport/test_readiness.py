@@ -32,7 +32,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On asyncio each test runs with the loop's own means, and without."""
     if request.param == "anyio's":
-        monkeypatch.setattr("transport.readiness._callback_loop", lambda: None)
+        monkeypatch.setattr("transport.readiness.callback_loop", lambda: None)
     return str(request.param)
 
 

@@ -231,14 +231,14 @@ async def test_the_guard_narrows_the_filter_under_a_flood_and_opens_it_again(
         assert programs == [assemble(host.ids, newcomers=1.0)], "from the start"
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(guard.run)
-            guard.spend(1.0, 100.0, on_strangers=False)
+            guard.budget.spend(1.0, 100.0, on_strangers=False)
             await anyio.sleep(0.03)
             assert len(programs) == 1, "what those known take is no flood"
             now = time.monotonic()
             assert budget.has_time(now)
-            guard.spend(1.0, now, on_strangers=True)
+            guard.spend(1.0, now)
             assert not budget.has_time(now)
-            guard.spend(0.0, now, on_strangers=True)
+            guard.spend(0.0, now)
             await eventually(lambda: len(programs) > 1)
             narrow = assemble(
                 host.ids,
@@ -252,7 +252,7 @@ async def test_the_guard_narrows_the_filter_under_a_flood_and_opens_it_again(
             # And the same again, by the next flood.
             budget.spend(1.0, time.monotonic(), on_strangers=True)
             budget.has_time(time.monotonic())
-            guard.spend(0.0, time.monotonic(), on_strangers=True)
+            guard.spend(0.0, time.monotonic())
             await eventually(lambda: programs[-1] != programs[0])
             host.demux.stop_listening()
             budget._left = STRANGERS_BURST

@@ -1,8 +1,7 @@
-"""``python -m transport.process``: one endpoint's packets. Started by `spawn` alone."""
+"""``python -m transport.process``: the packets of endpoints elsewhere. Started by `spawn` alone."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -10,7 +9,9 @@ import sys
 
 import anyio
 
+from transport.process.hub import Hub
 from transport.process.memory import map_memory
+from transport.process.said import pass_log_on
 from transport.process.server import Server
 
 NICE = 5
@@ -18,36 +19,28 @@ NICE = 5
 two of them a training step keeps three quarters of its speed and more, without this a half."""
 
 
-class _ToProgram(logging.Handler):
-    """Passes records on to the program, whose log they are part of."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__()
-        self._server = server
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._server.say_log(record.name, record.levelno, self.format(record))
-        except Exception:
-            self.handleError(record)
-
-
 def main(arguments: list[str]) -> None:
-    """Serve the program whose process id and descriptors are given, until it is gone."""
+    """Serve until the program is gone whose process id and descriptors are given.
+
+    The first argument says whether that is the one program, or the daemon that shares this process.
+    """
     # They come to everybody at a terminal, or of a service: the program decides what to do.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
-    program, control, udp, *memory = map(int, arguments)
-    for descriptor in (control, udp, *memory):
+    what, (program, *descriptors) = arguments[0], map(int, arguments[1:])
+    for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    parent = _watch(program)
-    shared = map_memory(memory[0]) if memory else memoryview(b"")
-    server = Server(program, socket.socket(fileno=control), udp, shared)
-    log = logging.getLogger("quicmesh")
-    log.addHandler(_ToProgram(server))
-    log.propagate = False
-    anyio.run(server.run, parent)
+    watch = _watch(program)
+    pass_log_on()
+    control = socket.socket(fileno=descriptors[0])
+    if what == "shared":
+        hub = Hub(socket.socket(fileno=descriptors[1]), control)
+        anyio.run(hub.run, watch)
+    else:
+        udp, *memory = descriptors[1:]
+        shared = map_memory(memory[0]) if memory else memoryview(b"")
+        anyio.run(Server(program, control, socket.socket(fileno=udp), shared).run, watch)
     os._exit(0)  # there is nothing to put in order, and interpreters take their time
 
 

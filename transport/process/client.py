@@ -14,7 +14,6 @@ import anyio
 
 from auth import NodeId, SecretKey, SocketAddress
 from transport.cbor import CborValue
-from transport.cbor import decode as decode_cbor
 from transport.cbor import encode as encode_cbor
 from transport.config import EndpointConfig
 from transport.deadlines import Deadlines
@@ -25,8 +24,17 @@ from transport.process.memory import SharedMemory
 from transport.process.mirror import MirrorLink
 from transport.process.mirror_stream import Piece
 from transport.process.pulse import LOOKS, Pulse, processor_time
-from transport.process.records import MAX_PAYLOAD, Kind, Record, encode
+from transport.process.records import (
+    MAX_PAYLOAD,
+    VERSION,
+    Kind,
+    Record,
+    encode,
+    malformed,
+    value_of,
+)
 from transport.process.setup import map_of
+from transport.process.sharing import SharedProcess, join
 from transport.process.spawn import Child, spawn
 from transport.protocol.turns import Turns
 from transport.readiness import Later
@@ -35,7 +43,8 @@ from transport.udp import Refusal, UdpSocket
 __all__ = ["ProcessEngine"]
 
 START_SECONDS = 30.0
-"""How long the process may take to come up: half a second, on a machine that is not overloaded."""
+"""How long the process may do nothing before it is up. It takes half a second of a processor, which
+is much longer where many want one."""
 
 STOP_SECONDS = 2.0
 """How long it may take to end once it has nothing more to do."""
@@ -85,7 +94,7 @@ class ProcessEngine:
         self._on_event = on_event
         self._on_pumped = on_pumped
         self._memory: SharedMemory | None = None
-        self._child: Child | None = None
+        self._child: Child | SharedProcess | None = None
         self._channel: Channel | None = None
         self._process = os.getpid()
         self._lost: EndpointLost | None = None
@@ -109,9 +118,9 @@ class ProcessEngine:
     # -- life
 
     async def open(self) -> None:
-        """Start the process.
+        """Take part in the process that is shared, if there is one, or start one.
 
-        It takes a while to come up, and hears then of what was said meanwhile; what peers send
+        That takes a while to come up, and hears then of what was said meanwhile; what peers send
         waits in the socket.
 
         Raises:
@@ -121,19 +130,24 @@ class ProcessEngine:
             self._memory = SharedMemory()
         memory = self._memory
         shared = None if memory is None else memory.descriptor
-        self._child, control = spawn(self._socket.raw, shared)
-        _engines.add(self)
-        channel = self._channel = Channel(
-            control, take=self._take, taken=self._taken, before=_nothing, ended=_nothing
-        )
         setup: dict[str, CborValue] = {
+            "version": VERSION,
             "key": self._key.to_bytes(),
             "config": map_of(self._config),
             "alpns": list(self._alpns),
             "level": _log.getEffectiveLevel(),
         }
-        channel.add(encode(Kind.SETUP, payload=encode_cbor(setup, max_size=MAX_PAYLOAD)))
-        channel.flush()
+        begin = encode(Kind.SETUP, payload=encode_cbor(setup, max_size=MAX_PAYLOAD))
+        path = self._config.share
+        joined = None if path is None else await join(path, begin, self._socket.raw, shared)
+        self._child, control = joined or spawn(self._socket.raw, shared)
+        _engines.add(self)
+        channel = self._channel = Channel(
+            control, take=self._take, taken=self._taken, before=_nothing, ended=_nothing
+        )
+        if joined is None:
+            channel.add(begin)
+            channel.flush()
 
     async def run(self) -> None:
         """Serve until cancelled, also when the process is gone: waits still have to end."""
@@ -161,7 +175,7 @@ class ProcessEngine:
             await self._child.ended()
         self._lose(why or self._why or self._child.cause())
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: Child | SharedProcess) -> None:
         await child.ended()
         assert self._channel is not None
         self._channel.end()
@@ -178,6 +192,8 @@ class ProcessEngine:
         )
         _log.error("%s", error)
         self._socket.close()  # so that peers, too, learn at once that nobody is there
+        assert self._channel is not None
+        self._channel.close()  # a process that is shared lets go of this program then
         for link in list(self._links.values()):
             link.fail(error)
             self._report(link)
@@ -316,8 +332,8 @@ class ProcessEngine:
         self._turns.looked(now, more=more)
 
     def _report(self, link: MirrorLink) -> None:
-        while (event := link.next_event()) is not None:
-            self._on_event(link, event)
+        while link.events:
+            self._on_event(link, link.events.popleft())
 
     def _take_ready(self, record: Record) -> None:
         self._is_up = True
@@ -327,21 +343,21 @@ class ProcessEngine:
     def _take_dialled(self, record: Record) -> None:
         waiting = self._dials.get(record.link)
         if waiting is not None:
-            match _value(record):
+            match value_of(record):
                 case {"why": None}:
                     waiting[1].append(None)
                 case {"why": str(why), "final": bool(is_final)}:
                     waiting[1].append(Refusal(why, is_final))
                 case _:
-                    raise _malformed()
+                    raise malformed()
             waiting[0].set()
 
     def _take_incoming(self, record: Record) -> None:
-        match _value(record):
+        match value_of(record):
             case [str(host), int(port)]:
                 self._on_inbound(self._link(record.link, outbound=False), (host, port))
             case _:
-                raise _malformed()
+                raise malformed()
 
     def _take_terminated(self, record: Record) -> None:
         link = self._links.pop(record.link, None)
@@ -358,7 +374,7 @@ class ProcessEngine:
                 self._memory.give(*piece)
 
     def _take_report(self, record: Record) -> None:
-        match _value(record):
+        match value_of(record):
             case {"drops": dict(drops), "refused": list(refused)}:
                 self.drops = {name: count for name, count in drops.items() if type(count) is int}
                 for entry in refused:
@@ -366,14 +382,23 @@ class ProcessEngine:
                         case [str(host), int(port), str(why)]:
                             self._refused.setdefault((host, port), Refusal(why, is_final=False))
             case _:
-                raise _malformed()
+                raise malformed()
+
+    def _take_leaving(self, record: Record) -> None:
+        match value_of(record):
+            case str(why):
+                self._why = why
+                assert self._channel is not None
+                self._channel.end()
+            case _:
+                raise malformed()
 
     def _take_log(self, record: Record) -> None:
-        match _value(record):
+        match value_of(record):
             case [str(name), int(level), str(text)]:
                 logging.getLogger(name).log(level, "%s", text)
             case _:
-                raise _malformed()
+                raise malformed()
 
     # -- inside
 
@@ -428,14 +453,20 @@ class ProcessEngine:
             number, self._next_sync = self._next_sync, self._next_sync + 1
             self._say(encode(Kind.SYNC, number=number))
             await anyio.sleep(min(self._config.liveness, ANSWER_SECONDS) / LOOKS)
-            now = time.monotonic()
-            if self._pulse.is_lost(now, processor_time(child.pid)) and self._is_up:
-                self._why = f"it did nothing for {self._config.liveness:g} s, as if it were stopped"
-                child.kill()
-            elif self._answers.is_lost(now, None):
+            now, worked = time.monotonic(), processor_time(child.pid)
+            if self._pulse.is_lost(now, worked) and self._is_up:
+                self._give_up(
+                    child, f"it did nothing for {self._config.liveness:g} s, as if it were stopped"
+                )
+            elif self._answers.is_lost(now, None if self._is_up else worked):
                 seconds = ANSWER_SECONDS if self._is_up else START_SECONDS
-                self._why = f"it has not answered for {seconds:g} s"
-                child.kill()
+                self._give_up(child, f"it has not answered for {seconds:g} s")
+
+    def _give_up(self, child: Child | SharedProcess, why: str) -> None:
+        self._why = why
+        child.kill()
+        assert self._channel is not None
+        self._channel.end()
 
     async def _trim(self, memory: SharedMemory) -> None:
         while self._lost is None:
@@ -465,6 +496,7 @@ _OF_ENDPOINT: dict[Kind, Callable[[ProcessEngine, Record], None]] = {
     Kind.SYNCED: ProcessEngine._take_synced,
     Kind.REPORT: ProcessEngine._take_report,
     Kind.LOG: ProcessEngine._take_log,
+    Kind.LEAVING: ProcessEngine._take_leaving,
 }
 
 _engines: weakref.WeakSet[ProcessEngine] = weakref.WeakSet()
@@ -482,14 +514,6 @@ if hasattr(os, "register_at_fork"):
 def _own(link: Link) -> MirrorLink:
     assert isinstance(link, MirrorLink), "a connection of another engine"
     return link
-
-
-def _value(record: Record) -> CborValue:
-    return decode_cbor(bytes(record.payload), max_size=MAX_PAYLOAD)
-
-
-def _malformed() -> ProtocolError:
-    return ProtocolError("the endpoint process", why="a record that is not as it should be")
 
 
 def _nothing() -> None:

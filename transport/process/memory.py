@@ -5,13 +5,15 @@ pieces out of it, fills and empties them, and says in records what is where; the
 packets from them and opens packets into them. Pages that were never used take no memory; the first
 piece that fits is taken, so that pages are used again, and those of a while ago go back.
 
-A piece is copied with the interpreter's lock held: a megabyte takes a sixth of a millisecond, while
-a thread that lets go of the lock beside one which computes gets it back after five and more.
+What goes out is copied with the interpreter's lock held: a piece takes a third of a millisecond,
+while a thread that lets go of the lock beside one which computes gets it back after five and more.
+What has come in may be many times that, and there is memory for what comes meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import sys
@@ -21,10 +23,15 @@ from transport.errors import ProtocolError
 if sys.platform == "linux":
     import fcntl
 
+    SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
 __all__ = ["SharedMemory", "map_memory"]
 
 TOTAL_BYTES = 256 << 20
 """In all. Where there is no more, bytes take the way of small ones."""
+
+UNLOCKED_BYTES = 1 << 20
+"""From this size on, what has come in is copied without the interpreter's lock."""
 
 GRAIN = 1 << 16
 """Pieces begin at multiples of this."""
@@ -41,8 +48,7 @@ class SharedMemory:
         self.descriptor = os.memfd_create("quicmesh", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, TOTAL_BYTES)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._map = mmap.mmap(self.descriptor, TOTAL_BYTES)
         except BaseException:
             os.close(self.descriptor)
@@ -86,7 +92,11 @@ class SharedMemory:
 
     def empty(self, at: int, target: memoryview) -> None:
         """Fill `target` with what lies at `at`."""
-        target[:] = self._view[at : at + len(target)]
+        source = self._view[at : at + len(target)]
+        if len(source) < UNLOCKED_BYTES:
+            target[:] = source
+        else:
+            ctypes.memmove(_address(target), _address(source), len(source))
 
     def trim(self) -> None:
         """Give pages back to the system that no piece has."""
@@ -108,11 +118,21 @@ class SharedMemory:
 
 
 def map_memory(descriptor: int) -> memoryview:
-    """Map all of it, in the process that inherits `descriptor`, which stays the caller's."""
+    """Map all of it, in the process that is given `descriptor`, which stays the caller's.
+
+    Raises:
+        ProtocolError: it is of another size, or may be made so.
+        OSError: it is no such memory.
+    """
     size = os.fstat(descriptor).st_size
-    if size != TOTAL_BYTES:
+    seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if size != TOTAL_BYTES or seals & SEALS != SEALS:
         raise ProtocolError("the endpoint process", why=f"shared memory of {size} bytes")
     return memoryview(mmap.mmap(descriptor, size))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _rounded(size: int) -> int:

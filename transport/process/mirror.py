@@ -111,7 +111,9 @@ class MirrorLink:
         self._give_later = give_later
         self._go_on_later = go_on_later
         self._unfed: dict[int, MirrorStream] = {}
-        self._events: deque[Event] = deque()
+        self.events: deque[Event] = deque()
+        """What happened and nobody has been told of, the oldest first."""
+
         self._stream_limit = 0
         self._opened = 0
         self._owed = 0
@@ -121,10 +123,6 @@ class MirrorLink:
         self._asked = 0
 
     # -- the engine's side
-
-    def next_event(self) -> Event | None:
-        """Return the next thing that happened, None when there is no more."""
-        return self._events.popleft() if self._events else None
 
     def take(self, record: Record) -> None:
         """Take what the process says of the connection.
@@ -161,15 +159,15 @@ class MirrorLink:
             case Kind.HANDSHAKE:
                 peer, alpn = _list(record.payload, bytes, str)
                 self.peer = NodeId(peer)
-                self._events.append(HandshakeCompleted(self.peer, alpn))
+                self.events.append(HandshakeCompleted(self.peer, alpn))
             case Kind.OPENED:
                 self.streams[record.stream] = MirrorStream(record.stream)
-                self._events.append(StreamOpened(record.stream))
+                self.events.append(StreamOpened(record.stream))
             case Kind.STREAMS:
                 self._stream_limit = record.number
-                self._events.append(StreamsAvailable())
+                self.events.append(StreamsAvailable())
             case Kind.PONG:
-                self._events.append(PingAcknowledged(record.number))
+                self.events.append(PingAcknowledged(record.number))
             case Kind.FLUSHED:
                 self._flushed = record.number
             case Kind.ENDED:
@@ -512,11 +510,11 @@ class MirrorLink:
         for stream in self.streams.values():
             self._let_go(_mirrored(stream))
         self._debtors.clear()
-        self._events.append(end)
+        self.events.append(end)
 
     def _changed(self, stream: StreamCore, changed: bool) -> None:
         if changed:
-            self._events.append(StreamChanged(stream.stream_id))
+            self.events.append(StreamChanged(stream.stream_id))
 
     def _tell(
         self,

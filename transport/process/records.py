@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from transport.cbor import CborValue
+from transport.cbor import decode as decode_cbor
 from transport.errors import ProtocolError
 
 __all__ = [
@@ -20,12 +22,18 @@ __all__ = [
     "MAX_PACKET",
     "MAX_PAYLOAD",
     "PLACE",
+    "VERSION",
     "Flag",
     "Kind",
     "Record",
     "decode",
     "encode",
+    "malformed",
+    "value_of",
 ]
+
+VERSION = 1
+"""Of what is said here. A process that is shared may be older or newer than a program."""
 
 MAX_PACKET = 1 << 16
 """Bytes of one packet: several fit into the socket's buffer, as the kernel gives it by default."""
@@ -50,7 +58,7 @@ class Kind(enum.IntEnum):
 
     # From the program.
     SETUP = 1
-    """The first: the key, the configuration, the level of its log (CBOR)."""
+    """The first: the key, the configuration, the level of its log, `VERSION` (CBOR)."""
     OFFER = 2
     """Protocols to speak with strangers (CBOR)."""
     STOP_LISTENING = 3
@@ -121,6 +129,12 @@ class Kind(enum.IntEnum):
     """Figures of the socket (CBOR)."""
     LOG = 49
     """A record of the process's log (CBOR)."""
+    JOINED = 50
+    """The program is one of those that the process [of this id] serves."""
+    REFUSED = 51
+    """It is not, and why (CBOR)."""
+    LEAVING = 52
+    """The process ends, and why (CBOR)."""
 
 
 class Flag(enum.IntFlag):
@@ -179,6 +193,20 @@ def decode(packet: memoryview) -> Iterator[Record]:
             yield Record(Kind(kind), flags, link, stream, number, packet[start:at])
         except ValueError:
             raise _malformed(f"a record of kind {kind}") from None
+
+
+def value_of(record: Record) -> CborValue:
+    """Return the value that a record carries.
+
+    Raises:
+        ProtocolError: it carries none.
+    """
+    return decode_cbor(bytes(record.payload), max_size=MAX_PAYLOAD)
+
+
+def malformed() -> ProtocolError:
+    """Return what is raised of a value that is not as it should be."""
+    return ProtocolError("the endpoint process", why="a record that is not as it should be")
 
 
 def _malformed(why: str) -> ProtocolError:

@@ -20,24 +20,25 @@ import anyio
 from auth import NodeId, SecretKey, SocketAddress
 from transport.addresses import format_address
 from transport.cbor import CborValue
-from transport.cbor import decode as decode_cbor
 from transport.cbor import encode as encode_cbor
 from transport.codes import AppCode
 from transport.engine import Link
 from transport.errors import ProtocolError
 from transport.loop_engine import LoopEngine
 from transport.process.channel import Channel
+from transport.process.figures import FACTS_SECONDS, REPORT_SECONDS, new_facts, report_of
 from transport.process.pulse import LOOKS, Pulse, processor_time
 from transport.process.records import (
     ADMIT,
-    FACTS,
     MAX_PAYLOAD,
     PLACE,
     Flag,
     Kind,
     Record,
     encode,
+    value_of,
 )
+from transport.process.said import log_from, say_to
 from transport.process.setup import config_of
 from transport.process.told import LinkState, Told
 from transport.protocol import ConnectionCore, StreamCore
@@ -54,12 +55,6 @@ from transport.protocol.turns import Turns
 from transport.udp import Refusal, UdpSocket
 
 __all__ = ["Server"]
-
-FACTS_SECONDS = 0.05
-"""How old the figures of a connection may be when something else is told of it."""
-
-REPORT_SECONDS = 0.25
-"""How often the figures of connections and of the socket are looked at."""
 
 FAREWELL_SECONDS = 0.2
 """How long peers may ask once more for the farewell of a program that is gone."""
@@ -79,11 +74,13 @@ class Server:
     Args:
         program: its process id.
         control: the socket to it.
-        udp: descriptor of the bound socket of the endpoint.
+        udp: the bound socket of the endpoint; the server's from the first record on.
         memory: shared with the program; empty where there is none.
     """
 
-    def __init__(self, program: int, control: socket.socket, udp: int, memory: memoryview) -> None:
+    def __init__(
+        self, program: int, control: socket.socket, udp: socket.socket, memory: memoryview
+    ) -> None:
         self._program = program
         self._udp = udp
         self._memory = memory
@@ -107,10 +104,16 @@ class Server:
         """Connections that strangers have begun while the program does not go on."""
         self._is_program_lost = False
         self._report = b""
+        self._farewell = "the program has ended without a word"
         self._was_left = False
         """Whether the program has ended with connections open."""
+        self._level = logging.WARNING
         self._set_up = anyio.Event()
         self._over = anyio.Event()
+
+    def take(self, record: Record) -> None:
+        """Take the first record, which came otherwise than by the channel."""
+        self._take(record)
 
     async def run(self, parent: int | None) -> None:
         """Serve until the program is gone.
@@ -118,6 +121,7 @@ class Server:
         Args:
             parent: a descriptor that can be read once the program is gone, if there is one.
         """
+        say_to(self.say_log)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._channel.run)
             if parent is not None:
@@ -132,6 +136,11 @@ class Server:
                 if self._was_left:
                     await self._engine.drain(FAREWELL_SECONDS)
             tasks.cancel_scope.cancel()
+
+    async def close(self) -> None:
+        """Let go of the sockets, where the process goes on. `run` must have ended."""
+        self._channel.close()
+        await self._engine.close()
 
     # -- the program's words
 
@@ -161,9 +170,10 @@ class Server:
 
     def _take_setup(self, record: Record) -> None:
         setup = _map(record)
-        logging.getLogger("quicmesh").setLevel(setup["level"])
+        self._level = setup["level"]
+        log_from(self._level)
         config = config_of(setup["config"])
-        sock = UdpSocket(config.bind, descriptor=self._udp)
+        sock = UdpSocket(config.bind, descriptor=self._udp.detach())
         self._engine = LoopEngine(
             sock,
             SecretKey.from_bytes(setup["key"]),
@@ -475,20 +485,8 @@ class Server:
         )
 
     def _tell_facts(self, state: LinkState, now: float) -> None:
-        core = state.core
-        where = core.remote_address or state.address
-        facts = (
-            FACTS.pack(
-                -1.0 if core.rtt is None else core.rtt,
-                core.bytes_sent,
-                core.bytes_received,
-                core.datagram_size,
-            )
-            + format_address(where).encode()
-        )
-        state.facts_at = now
-        if facts != state.facts:
-            state.facts = facts
+        facts = new_facts(state, now)
+        if facts is not None:
             self._channel.add(encode(Kind.FACTS, state.number, payload=facts))
 
     async def _look_at_figures(self) -> None:
@@ -499,14 +497,7 @@ class Server:
             now = time.monotonic()
             for state in self._links.values():
                 self._tell_facts(state, now)
-            refused = self._socket.refused
-            report = encode_cbor(
-                {
-                    "drops": dict(self._engine.drops),
-                    "refused": [[host, port, refused[host, port].why] for host, port in refused],
-                },
-                max_size=MAX_PAYLOAD,
-            )
+            report = report_of(self._engine.drops, self._socket.refused)
             if report != self._report:
                 self._report = report
                 self._channel.add(encode(Kind.REPORT, payload=report))
@@ -532,7 +523,7 @@ class Server:
 
     def say_log(self, name: str, level: int, text: str) -> None:
         """Pass on a record of this process's log, unless the program is far behind."""
-        if not self._channel.is_full:
+        if level >= self._level and not self._channel.is_full:
             self._say(Kind.LOG, value=[name, level, text[:MAX_LOG]])
 
     async def _watch(self, parent: int) -> None:
@@ -552,12 +543,18 @@ class Server:
             unheard, self._unheard = self._unheard, []
             self._give_up([*unheard, *(self._by_core if self._is_program_lost else ())], why)
 
+    def leave(self, why: str) -> None:
+        """End, and tell the program and all peers why."""
+        self._say(Kind.LEAVING, value=why)
+        self._channel.flush()
+        self._farewell = "the process that moves its packets has ended"
+        self._channel.end()
+
     def _program_is_gone(self) -> None:
         """Tell all peers, who would find out by its silence otherwise."""
         self._over.set()
         self._set_up.set()
-        cores = [*self._unheard, *self._by_core]
-        self._was_left = self._give_up(cores, "the program has ended without a word")
+        self._was_left = self._give_up([*self._unheard, *self._by_core], self._farewell)
 
     def _give_up(self, cores: list[ConnectionCore], why: str) -> bool:
         """Close connections; return whether any was still open."""
@@ -590,7 +587,7 @@ def _is_intact() -> bool:
 
 
 def _map(record: Record) -> dict:  # type: ignore[type-arg]
-    value = decode_cbor(bytes(record.payload), max_size=MAX_PAYLOAD)
+    value = value_of(record)
     if not isinstance(value, dict):
         raise ProtocolError("a program", why="a record that is not as it should be")
     return value

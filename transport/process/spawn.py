@@ -51,6 +51,11 @@ class Child:
         """Whether it has ended."""
         return self._process.poll() is not None
 
+    @property
+    def is_well(self) -> bool:
+        """Whether it has ended, and as it should."""
+        return self._process.poll() == 0
+
     async def ended(self) -> None:
         """Wait until it has ended."""
         if self._watch is not None:
@@ -92,7 +97,7 @@ class Child:
 
 
 def spawn(endpoint: socket.socket, memory: int | None) -> tuple[Child, socket.socket]:
-    """Start an endpoint process; return it and the socket to it.
+    """Start an endpoint process of this program's own; return it and the socket to it.
 
     Args:
         endpoint: the bound UDP socket.
@@ -101,17 +106,32 @@ def spawn(endpoint: socket.socket, memory: int | None) -> tuple[Child, socket.so
     Raises:
         EndpointLost: it can't be started here.
     """
+    return _start("own", endpoint.fileno(), *([] if memory is None else [memory]))
+
+
+def spawn_shared(listener: socket.socket) -> tuple[Child, socket.socket]:
+    """Start one that serves the programs which come to `listener`.
+
+    Return it, and a socket whose end, which is also that of this process, ends it.
+
+    Raises:
+        EndpointLost: it can't be started here.
+    """
+    return _start("shared", listener.fileno())
+
+
+def _start(what: str, *given: int) -> tuple[Child, socket.socket]:
     if sys.platform != "linux":
         raise _not_started("this system has not what it takes", 'Use placement="loop".')
     if not sys.executable:
         raise _not_started("this interpreter does not know its own path", 'Use placement="loop".')
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    passed = [theirs.fileno(), endpoint.fileno(), *([] if memory is None else [memory])]
+    passed = [theirs.fileno(), *given]
     root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-P", "-c", _BEGIN, root, str(os.getpid()), *map(str, passed)]
+    numbers = map(str, (os.getpid(), *passed))
     try:
         process = subprocess.Popen(  # noqa: S603 - of our own making
-            command,
+            [sys.executable, "-P", "-c", _BEGIN, root, what, *numbers],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=passed,

@@ -67,7 +67,9 @@ class ConnectionCore:
         self.bytes_received = 0
         """UDP payload in each direction, whether or not it was any good."""
 
-        self._events: deque[Event] = deque()
+        self.events: deque[Event] = deque()
+        """What happened and nobody has been told of, the oldest first."""
+
         self._liveness = Liveness(liveness, now)
         self._send_buffer = send_buffer
         self._blocked: set[int] = set()
@@ -234,10 +236,6 @@ class ConnectionCore:
                 for start in range(0, len(batch.data), batch.segment)
             ]
         return out
-
-    def next_event(self) -> Event | None:
-        """Return the next thing that happened, None when there is no more."""
-        return self._events.popleft() if self._events else None
 
     def suspect(self, now: float) -> None:
         """The peer's host reported its port closed: ask at once, decide soon."""
@@ -419,16 +417,16 @@ class ConnectionCore:
             return
         if self._stream_limit < (limit := self.quic.stream_limit):
             self._stream_limit = limit
-            self._events.append(StreamsAvailable())
+            self.events.append(StreamsAvailable())
         if self._blocked:
             for stream_id in [i for i in self._blocked if self._has_room(i)]:
                 self._blocked.discard(stream_id)
-                self._events.append(StreamChanged(stream_id))
+                self.events.append(StreamChanged(stream_id))
         if self._awaiting:
             for stream_id, left in list(self._awaiting.items()):
                 if self.quic.unacknowledged(stream_id) <= left or self.quic.is_reset(stream_id):
                     del self._awaiting[stream_id]
-                    self._events.append(StreamChanged(stream_id))
+                    self.events.append(StreamChanged(stream_id))
 
     def _has_room(self, stream_id: int) -> bool:
         return self.quic.unacknowledged(stream_id) < self._send_buffer
@@ -436,9 +434,9 @@ class ConnectionCore:
     def _translate(self, event: quic_events.QuicEvent) -> None:
         match event:
             case quic_events.ConnectionIdIssued(connection_id=connection_id):
-                self._events.append(ConnectionIdIssued(connection_id))
+                self.events.append(ConnectionIdIssued(connection_id))
             case quic_events.ConnectionIdRetired(connection_id=connection_id):
-                self._events.append(ConnectionIdRetired(connection_id))
+                self.events.append(ConnectionIdRetired(connection_id))
             case _ if self.ended is not None:
                 pass
             case quic_events.HandshakeCompleted(alpn_protocol=alpn):
@@ -455,9 +453,9 @@ class ConnectionCore:
                 # aioquic has answered with RESET_STREAM already (RFC 9000 section 3.5).
                 if (stream := self._stream(stream_id)) is not None:
                     stream.remote_stop = code
-                    self._events.append(StreamChanged(stream_id))
+                    self.events.append(StreamChanged(stream_id))
             case quic_events.PingAcknowledged(uid=uid) if uid != LIVENESS_PROBE:
-                self._events.append(PingAcknowledged(uid))
+                self.events.append(PingAcknowledged(uid))
 
     def _handshake_completed(self, alpn: str) -> None:
         peer = self.quic.peer_id
@@ -467,7 +465,7 @@ class ConnectionCore:
             self.quic.close(error_code=CERTIFICATE_REQUIRED, frame_type=0, reason_phrase=reason)
             return
         self.peer = peer
-        self._events.append(HandshakeCompleted(peer, alpn))
+        self.events.append(HandshakeCompleted(peer, alpn))
 
     def _stream(self, stream_id: int) -> StreamCore | None:
         """Return the stream an event is about, None if it is over and forgotten.
@@ -479,7 +477,7 @@ class ConnectionCore:
             while self._next_peer_stream <= stream_id:
                 opened, self._next_peer_stream = self._next_peer_stream, self._next_peer_stream + 4
                 self.streams[opened] = StreamCore(opened, self.quic.receive_part(opened))
-                self._events.append(StreamOpened(opened))
+                self.events.append(StreamOpened(opened))
         return self.streams.get(stream_id)
 
     def _data_received(self, stream: StreamCore) -> None:
@@ -488,7 +486,7 @@ class ConnectionCore:
             if stream.fin_received:
                 self._forget(stream)
         else:
-            self._events.append(StreamChanged(stream.stream_id))
+            self.events.append(StreamChanged(stream.stream_id))
 
     def _reset_received(self, stream: StreamCore, code: int) -> None:
         # Bytes that a reset cut off count against the window as if they had come.
@@ -499,7 +497,7 @@ class ConnectionCore:
         if stream.released:
             self._forget(stream)
         else:
-            self._events.append(StreamChanged(stream.stream_id))
+            self.events.append(StreamChanged(stream.stream_id))
 
     def _stop(self, stream: StreamCore, code: int) -> None:
         # What was received is acknowledged first: whoever waits for that is not to take the end of
@@ -517,7 +515,7 @@ class ConnectionCore:
             self._blocked.clear()
             self._awaiting.clear()
             self.quic.drop_streams()
-            self._events.append(end)
+            self.events.append(end)
 
 
 def _cut(reason: str) -> str:

@@ -18,7 +18,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -81,6 +81,14 @@ class Board:
         self.boxes = [(self._box(each, 0), self._box(each, 1)) for each in range(layout.size)]
         """For each place its boxes of even and odd rounds."""
         self.counters = [layout.counter(each) for each in range(layout.size)]
+        self.headers = [
+            (layout.header(each, 0), layout.header(each, 1)) for each in range(layout.size)
+        ]
+        """For each place the offsets of its headers of even and odd rounds."""
+        self.is_closed = False
+        """Whether this rank has left."""
+        self._calls = [b"", b""]
+        """What this rank's headers hold."""
         self.why_closed: CollectiveError | None = None
         """What ended the group, if it is closed and this rank has not left it."""
         self._memory = memory
@@ -94,52 +102,34 @@ class Board:
             [(layout.flag(each), descriptor) for each, descriptor in eventfds.items()],
         )
         self._waiter = Waiter(self.words, layout.flag(place), own, list(pidfds.values()))
+        self.wait = self._waiter.wait
+        """Wait for the others, as `Waiter.wait`. Let `is_ready` raise `BoardClosed` if so."""
         self._boxes: dict[torch.dtype, list[torch.Tensor]] = {}
         self._heads: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
         self._process = os.getpid()
-        self._in_use = threading.Lock()
-        self._is_closed = False
+        self.in_use = threading.Lock()
+        """Held by an operation, for which the memory is kept."""
         self._lock = threading.Lock()
         """Held by other threads to use this rank's eventfd: its number may be another's soon."""
 
     # An operation's.
 
-    def enter(self) -> None:
-        """Keep the memory until `leave`.
+    def call(self, sequence: int, header: bytes) -> None:
+        """Write the header of the next round, as `encode` returned it.
 
-        Raises:
-            BoardClosed: it is given up.
+        A header that is there already stays, and with it the other processors' copies of it.
         """
-        self._in_use.acquire()
-        if self._is_closed:
-            self._in_use.release()
-            raise BoardClosed
-
-    def leave(self) -> None:
-        """Let the memory be given up."""
-        self._in_use.release()
+        parity = (self.count + 1) & 1
+        start = self.headers[self.place][parity]
+        self.words[start // 8] = sequence
+        if header is not self._calls[parity]:
+            self.bytes[start + 8 : start + 8 + len(header)] = header
+            self._calls[parity] = header
 
     def show(self) -> None:
         """Begin the next round: let the others read what was written to its header and box."""
         self.count += 1
         self._bell.ring(self.count)
-
-    def wait(self, is_ready: Callable[[], bool], deadline: float) -> None:
-        """Wait for the others, as `Waiter.wait`. Let `is_ready` call `check_open`.
-
-        Raises:
-            TimeoutError, Gone: as it does.
-        """
-        self._waiter.wait(is_ready, deadline)
-
-    def check_open(self) -> None:
-        """Raise unless this rank is in the group.
-
-        Raises:
-            BoardClosed: it has left.
-        """
-        if self._is_closed:
-            raise BoardClosed
 
     def elements(self, place: int, parity: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a box as elements of `dtype`."""
@@ -155,8 +145,8 @@ class Board:
             ]
         return boxes[2 * place + parity]
 
-    def heads(self, parity: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """Return the first `count` elements of the boxes of all places."""
+    def heads(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Return the first `count` elements of all places' boxes of the next round."""
         heads = self._heads.get((dtype, count))
         if heads is None:
             if len(self._heads) >= MAX_LENGTHS:
@@ -165,7 +155,7 @@ class Board:
                 [self.elements(each, odd, dtype)[:count] for each in range(self.layout.size)]
                 for odd in (0, 1)
             ]
-        return heads[parity]
+        return heads[(self.count + 1) & 1]
 
     def _box(self, place: int, parity: int) -> memoryview:
         start = self.layout.box(place, parity)
@@ -181,7 +171,7 @@ class Board:
     def is_deserted(self) -> bool:
         """Whether all others have left."""
         try:
-            return self._is_closed or all(map(self.has_left, self.others))
+            return self.is_closed or all(map(self.has_left, self.others))
         except ValueError:  # closed just now
             return True
 
@@ -206,7 +196,7 @@ class Board:
     def wake(self) -> None:
         """Have an operation that waits look whether its group is broken."""
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._waiter.wake()
 
     def close(self, *, is_broken: bool = False, why: CollectiveError | None = None) -> None:
@@ -223,12 +213,12 @@ class Board:
         if os.getpid() != self._process:
             return
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
             self.why_closed = why
-            self._is_closed = True
+            self.is_closed = True
             self._waiter.wake()
-        if not self._in_use.acquire(timeout=CLOSE_SECONDS):
+        if not self.in_use.acquire(timeout=CLOSE_SECONDS):
             return  # some thread is in the memory, and does not come on: it is left where it is
         self.words[self.layout.left(self.place)] = _BROKEN if is_broken else _LEFT
         self._bell.ring(self.count)  # so that who waits for this rank looks
@@ -241,7 +231,7 @@ class Board:
         self.bytes.release()
         with contextlib.suppress(BufferError):  # freed with the last tensor that lies there
             self._memory.close()
-        self._in_use.release()
+        self.in_use.release()
 
 
 def _is_ending(pidfd: int) -> bool:

@@ -56,18 +56,17 @@ class Rounds:
         self._board = board
         self._operation = operation
         self._wanted = wanted
+        self._own = sizes[board.place]
         self._header = encode(operation.signature, self.total, tuple(sizes))
         self._pending: Sequence[int] = ()
 
     def __enter__(self) -> Self:
-        try:
-            self._board.enter()
-        except BoardClosed:
-            raise self._closed() from None
+        board = self._board
+        board.in_use.acquire()
         failure = self._operation.exchange.failure
-        if failure is not None:
-            error = self._broken(failure)
-            self._board.leave()
+        if board.is_closed or failure is not None:
+            error = self._closed() if board.is_closed or failure is None else self._broken(failure)
+            board.in_use.release()
             raise error
         return self
 
@@ -77,7 +76,7 @@ class Rounds:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._board.leave()
+        self._board.in_use.release()
 
     @property
     def is_over(self) -> bool:
@@ -93,10 +92,6 @@ class Rounds:
         """Return the same as elements of `dtype`."""
         board = self._board
         return board.elements(board.place, (board.count + 1) & 1, dtype)
-
-    def heads(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """Return the first `count` elements of all ranks' boxes of the next round."""
-        return self._board.heads((self._board.count + 1) & 1, dtype, count)
 
     def box(self, place: int) -> memoryview:
         """Return another rank's box of the last round, to read."""
@@ -117,9 +112,7 @@ class Rounds:
         """
         board, operation = self._board, self._operation
         if self.at == 0:
-            start = board.layout.header(board.place, (board.count + 1) & 1)
-            board.words[start // 8] = operation.sequence
-            board.bytes[start + 8 : start + 8 + len(self._header)] = self._header
+            board.call(operation.sequence, self._header)
         board.show()
         self._pending = board.others
         try:
@@ -136,7 +129,8 @@ class Rounds:
 
     def _have_come(self) -> bool:
         board = self._board
-        board.check_open()
+        if board.is_closed:
+            raise BoardClosed
         words, counters, count = board.words, board.counters, board.count
         missing = []
         for place in self._pending:
@@ -162,9 +156,12 @@ class Rounds:
     def _check(self, place: int) -> None:
         """Raise unless another rank has called the same, with as much for this rank as expected."""
         board, header = self._board, self._header
-        start = board.layout.header(place, board.count & 1)
+        start = board.headers[place][board.count & 1]
         sequence = board.words[start // 8]
         found = bytes(board.bytes[start + 8 : start + 8 + len(header)])
+        is_own = found == header and sequence == self._operation.sequence
+        if is_own and self._own == self._wanted[place]:
+            return
         rounds, *sizes = decode_rest(found[_CALL_REST:])
         nbytes = sizes[board.place]
         is_same = found[:_CALL_REST] == header[:_CALL_REST]

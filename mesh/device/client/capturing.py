@@ -8,8 +8,9 @@ and gives what the operations give with the content that the tensors have by the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,44 @@ from mesh.device.client.session import Recording, Session
 from mesh.device.client.tensors import device_of
 from mesh.device.errors import DeviceError, UnsupportedOnDevice
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "Kept", "Steps", "capture", "keep"]
 
 PART_BYTES = 1 << 19
 """Bytes of operations that are sent as one part of a sequence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Steps:
+    """What was recorded, to be run again.
+
+    Attributes:
+        runs: operations, and releases, in order.
+        made: handles that they make and don't release.
+        used: handles that they use, made before.
+    """
+
+    runs: list[wire.Run | wire.Release]
+    made: set[int]
+    used: set[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """Operations that the peer keeps. Those of a group of devices are sent each time.
+
+    Attributes:
+        items: numbers of sequences, and operations of groups, in order.
+        pins: handles that are kept for them.
+    """
+
+    session: Session
+    items: tuple[int | wire.Run, ...]
+    pins: frozenset[int]
+
+    def close(self) -> None:
+        """Have the peer forget them, and what it has kept for them alone. Only queues."""
+        numbers = tuple(each for each in self.items if isinstance(each, int))
+        self.session.forget_captured(numbers, self.pins)
 
 
 class Captured:
@@ -36,9 +71,7 @@ class Captured:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._session: Session | None = None
-        self._numbers: tuple[int, ...] = ()
-        self._pins: frozenset[int] = frozenset()
+        self._kept: Kept | None = None
 
     def replay(self) -> None:
         """Run the operations again. Nobody waits for them.
@@ -48,51 +81,27 @@ class Captured:
                 was closed.
             SessionLost: the peer no longer has them.
         """
-        session = self._session
-        if session is None:
+        kept = self._kept
+        if kept is None:
             raise DeviceError(
                 "replay of operations",
                 why="nothing is captured",
                 fix="Leave the block of mesh.device.capture first; it must not fail.",
             )
-        for number in self._numbers:
-            session.emit(wire.replay(number))
+        for number in kept.items:
+            assert isinstance(number, int), "operations of groups are refused"
+            kept.session.emit(wire.replay(number))
 
     def close(self) -> None:
         """Have the peer forget the operations, and what it has kept for them alone."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.forget_captured(self._numbers, self._pins)
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
 
     def __del__(self) -> None:
         # From the garbage collector, too: it only queues.
-        if getattr(self, "_session", None) is not None:
+        if getattr(self, "_kept", None) is not None:
             self.close()
-
-    def _keep(self, session: Session, recording: Recording) -> None:
-        """Take what was recorded, and have the peer keep it."""
-        session.flush()
-        steps: list[bytes] = []
-
-        def chosen() -> frozenset[int]:
-            found, made, used = _steps_of(session, recording)
-            lost = used & recording.released
-            if lost:
-                raise DeviceError(
-                    "capture of operations",
-                    why=f"{len(lost)} tensors that they use, made before, were let go of meanwhile",
-                    fix="Keep them in variables that outlive the block.",
-                )
-            steps.extend(found)
-            self._pins = frozenset(made | used)
-            return self._pins
-
-        session.pin(chosen)
-        parts = list(_parts(steps))
-        self._numbers = tuple(session.next_sequence() for _ in parts)
-        self._session = session
-        for number, part in zip(self._numbers, parts, strict=True):
-            session.emit(wire.capture(number, part))
 
 
 @contextlib.contextmanager
@@ -130,7 +139,7 @@ def capture(device: torch.device | str) -> Iterator[Captured]:
     try:
         with session.recording() as recording:
             yield captured
-            captured._keep(session, recording)
+            captured._kept = keep(session, recording)
     finally:
         check.remove()
 
@@ -150,11 +159,56 @@ def _check_optimizer(optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]
             )
 
 
-def _steps_of(session: Session, recording: Recording) -> tuple[list[bytes], set[int], set[int]]:
-    """Return messages to run again, the handles they make and keep, and those they use."""
-    steps: list[bytes] = []
-    made: set[int] = set()
-    used: set[int] = set()
+def keep(
+    session: Session, recording: Recording, accept: Callable[[Steps], bool] = lambda steps: True
+) -> Kept | None:
+    """Have the peer keep what was recorded up to here.
+
+    Args:
+        session: whose recording goes on.
+        recording: what to keep.
+        accept: looks at it first; nothing is kept where it returns False.
+
+    Raises:
+        UnsupportedOnDevice: it holds what can't be run again.
+        DeviceError: it uses tensors that were let go of meanwhile.
+    """
+    session.flush()
+    found: list[Steps] = []
+
+    def chosen() -> set[int]:
+        steps = _steps_of(session, recording)
+        lost = steps.used & recording.released
+        if lost:
+            raise DeviceError(
+                "capture of operations",
+                why=f"{len(lost)} tensors that they use, made before, were let go of meanwhile",
+                fix="Keep them in variables that outlive the block.",
+            )
+        if not accept(steps):
+            return set()
+        found.append(steps)
+        return steps.made | steps.used
+
+    session.pin(chosen)
+    if not found:
+        return None
+    (steps,) = found
+    items: list[int | wire.Run] = []
+    for is_group, part in itertools.groupby(steps.runs, lambda run: _is_group(session, run)):
+        if is_group:
+            items += [run for run in part if isinstance(run, wire.Run)]
+            continue
+        for messages in _parts([_packed(session, run) for run in part]):
+            number = session.next_sequence()
+            items.append(number)
+            session.emit(wire.capture(number, messages))
+    return Kept(session, tuple(items), frozenset(steps.made | steps.used))
+
+
+def _steps_of(session: Session, recording: Recording) -> Steps:
+    steps = Steps([], set(), set())
+    made, used = steps.made, steps.used
     for batch in recording.batches:
         for message in wire.read_batch(memoryview(bytearray(batch)), session.layouts.get):
             match message:
@@ -163,10 +217,10 @@ def _steps_of(session: Session, recording: Recording) -> tuple[list[bytes], set[
                     count = len(layout.tensors)
                     used.update(int(each) for each in values[:count] if each not in made)
                     made.update(int(each) for each in values[count : count + layout.made])
-                    steps.append(layout.packer().pack(wire.RUN_KIND, number, *values))
+                    steps.runs.append(message)
                 case wire.Release(handles):
                     made.difference_update(handles)
-                    steps.append(wire.release(handles))
+                    steps.runs.append(message)
                 case wire.Define():
                     pass  # the peer has it by now
                 case _:
@@ -176,7 +230,21 @@ def _steps_of(session: Session, recording: Recording) -> tuple[list[bytes], set[
                         "meanwhile",
                         fix="Do that before, or between two replays, in place.",
                     )
-    return steps, made, used
+    return steps
+
+
+def _is_group(session: Session, run: wire.Run | wire.Release) -> bool:
+    return isinstance(run, wire.Run) and session.layouts[run.template].name in (
+        wire.START,
+        wire.TAKE,
+    )
+
+
+def _packed(session: Session, run: wire.Run | wire.Release) -> bytes:
+    if isinstance(run, wire.Release):
+        return wire.release(run.handles)
+    packer = session.layouts[run.template].packer()
+    return packer.pack(wire.RUN_KIND, run.template, *run.values)
 
 
 def _parts(steps: list[bytes]) -> Iterator[bytes]:

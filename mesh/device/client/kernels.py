@@ -93,6 +93,8 @@ def fast_kernel(operator: Any) -> Callable[..., Any]:
         "get": entries.get,
         "teach": teach,
         "emit": emit,
+        "make_one": make_one,
+        "send": send,
     }
     schema = operator._schema
     space |= {
@@ -237,35 +239,46 @@ def emit(
     kwargs: dict[str, Any],
 ) -> Any:
     """Send an operation; return what its call returns."""
-    device, session = entry.device, entry.session
     one = entry.one
     if one is not None:
+        result, number = make_one(entry)
+        send(entry, entry.pack(RUN_KIND, entry.number, *ids, number, *numbers), number)
+        return result
+    outputs = entry.outputs
+    if outputs is None:
+        return entry.ask(ids, numbers)
+    device = entry.device
+    new = []
+    made = []
+    for output in outputs:
         number = device.next_id()
-        result: Any = _alias(PRIVATE, _make(*one))
-        result.untyped_storage()._mesh = Handle(device, number)
-        message = entry.pack(RUN_KIND, entry.number, *ids, number, *numbers)
+        made.append(number)
+        form = output.geometry
+        new.append(new_tensor(device, number, form.shape, form.strides, form.dtype, output.nbytes))
+    number = made[0] if made else ids[0] if ids else 0
+    message = entry.pack(RUN_KIND, entry.number, *ids, *made, *numbers)
+    returned = entry.returned
+    if type(returned) is int:
+        result = args[returned]
+    elif callable(returned):
+        result = returned(new, args, kwargs)
     else:
-        outputs = entry.outputs
-        if outputs is None:
-            return entry.ask(ids, numbers)
-        new = []
-        made = []
-        for output in outputs:
-            number = device.next_id()
-            made.append(number)
-            form = output.geometry
-            new.append(
-                new_tensor(device, number, form.shape, form.strides, form.dtype, output.nbytes)
-            )
-        number = made[0] if made else ids[0] if ids else 0
-        message = entry.pack(RUN_KIND, entry.number, *ids, *made, *numbers)
-        returned = entry.returned
-        if type(returned) is int:
-            result = args[returned]
-        elif callable(returned):
-            result = returned(new, args, kwargs)
-        else:
-            result = None
+        result = None
+    send(entry, message, number)
+    return result
+
+
+def make_one(entry: Entry) -> tuple[Any, int]:
+    """Return the one new tensor of an operation that makes one, and the number of its handle."""
+    number = entry.device.next_id()
+    result: Any = _alias(PRIVATE, _make(*entry.one))  # type: ignore[misc]  # it makes one
+    result.untyped_storage()._mesh = Handle(entry.device, number)
+    return result, number
+
+
+def send(entry: Entry, message: bytes, number: int) -> None:
+    """Send an operation, which makes or writes to the handle `number`."""
+    session = entry.session
     frame = _getframe(2)
     code = frame.f_code
     while _inside[code.co_filename] and frame.f_back is not None:
@@ -276,7 +289,6 @@ def emit(
     queue.append(message)
     if len(queue) >= session.limit:
         session.flush()
-    return result
 
 
 def _source(operator: Any) -> str | None:
@@ -349,6 +361,7 @@ def _source(operator: Any) -> str | None:
     args = f"({', '.join(positional)},)" if positional else "()"
     kwargs = f"{{{', '.join(named)}}}"
     body = "\n        ".join(handles)
+    sent_one = ", ".join((str(RUN_KIND), "entry.number", sent, "number", *numbers))
     return f"""
 def kernel({", ".join(parameters)}):
     try:
@@ -362,5 +375,9 @@ def kernel({", ".join(parameters)}):
         if len(devices) > 1:
             return general({", ".join(call)})
         return teach(key, {args}, {kwargs}, h{first}.device)
+    if entry.one is not None:
+        result, number = make_one(entry)
+        send(entry, entry.pack({sent_one}), number)
+        return result
     return emit(entry, ({sent},), ({", ".join(numbers)}{"," if numbers else ""}), {args}, {kwargs})
 """

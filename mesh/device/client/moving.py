@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -58,6 +58,8 @@ AT_ONCE = 4
 _NOTHING = TensorMeta(torch.uint8, (0,), (0,))
 
 _log = logging.getLogger("quicmesh.device")
+
+T = TypeVar("T")
 
 
 class Mover:
@@ -304,7 +306,7 @@ class Mover:
             await attempt()
 
 
-async def answered(future: Future[CborValue]) -> CborValue:
+async def answered(future: Future[T]) -> T:
     """Wait in an event loop for what its own thread will bring.
 
     Raises:

@@ -62,9 +62,13 @@ class Recording:
         first: every handle from this one on was made meanwhile.
         batches: what was sent, but for `released`.
         released: handles made before and let go of meanwhile. The peer has them until it is over.
+        is_tentative: whether what can't be run again is let through, and spoils it.
+        is_spoiled: whether there was such a thing.
     """
 
     first: int
+    is_tentative: bool = False
+    is_spoiled: bool = False
     batches: list[bytes] = dataclasses.field(default_factory=list)
     released: set[int] = dataclasses.field(default_factory=set)
 
@@ -310,8 +314,11 @@ class Session:
     # -- what is captured, see `capturing`
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Recording]:
+    def recording(self, *, is_tentative: bool = False) -> Iterator[Recording]:
         """Record what goes to the peer during the block.
+
+        Args:
+            is_tentative: let what can't be run again through, and say so in the end.
 
         Raises:
             DeviceError: something is recorded already, or this thread is the one that sends.
@@ -329,7 +336,7 @@ class Session:
                 raise DeviceError(
                     "capture of operations", peer=self.label(), why="others are captured now"
                 )
-            recording = self._recording = Recording(self.next_id())
+            recording = self._recording = Recording(self.next_id(), is_tentative)
         try:
             yield recording
         finally:
@@ -351,13 +358,21 @@ class Session:
 
     def check_not_recording(self, what: str) -> None:
         """Raise `UnsupportedOnDevice` while operations are captured: `what` can't be run again."""
-        if self._recording is not None:
+        recording = self._recording
+        if recording is not None and recording.is_tentative:
+            recording.is_spoiled = True
+        elif recording is not None:
             raise UnsupportedOnDevice(
                 f"{what} while operations are captured",
                 peer=self.label(),
                 why="it is the program that would go on from it, and that is not run again",
                 fix="Do it before or after the block.",
             )
+
+    @property
+    def records_tentatively(self) -> bool:
+        """Whether what goes to the peer is recorded as far as it can be run again."""
+        return self._recording is not None and self._recording.is_tentative
 
     def _is_kept(self, handle: int) -> bool:
         """Return whether a handle that was let go of must stay at the peer."""
@@ -418,16 +433,17 @@ class Session:
         parts: list[bytes] = []
         released: list[int] = []
         size = 0
+        keeps = self._pins or self._recording is not None
         while queue and size < BATCH_BYTES:
             item = queue.popleft()
+            if type(item) is int:
+                if not (keeps and self._is_kept(item)):
+                    released.append(item)
+                    size += 8
+                continue
             if type(item) is _Forgotten:
                 parts.extend(map(wire.drop, item.numbers))
                 released += self._unpinned(item.pins)
-                continue
-            if type(item) is int:
-                if not self._is_kept(item):
-                    released.append(item)
-                    size += 8
                 continue
             assert isinstance(item, bytes)
             if type(item) is Order:

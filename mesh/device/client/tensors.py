@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,18 +50,14 @@ _alias = torch.ops.aten.alias.default._handle.redispatch_boxed
 _strided = torch.strided
 
 
-class _Place(NamedTuple):
-    device: Device
-    id: int
+class Handle:
+    """A storage at a peer. Letting go of it tells the peer, with what is sent next."""
 
+    __slots__ = ("device", "id")
 
-class Handle(_Place):
-    """A storage at a peer. Letting go of it tells the peer, with what is sent next.
-
-    A tuple, because one is made with each operation, and tuples are made in C.
-    """
-
-    __slots__ = ()
+    def __init__(self, device: Device, number: int) -> None:
+        self.device = device
+        self.id = number
 
     def __del__(self) -> None:
         # Called anywhere, by the garbage collector too: one append, and no lock.

@@ -6,15 +6,17 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+import anyio
 import torch
 
 from auth import MeshError
 from mesh.collective import CollectiveTimeout, refuse_unless_reducible
+from mesh.device.client.moving import answered
 from mesh.device.client.special import ask_elements, resolved
 from mesh.device.client.tensors import BACKEND, Device, device_of
 from mesh.device.errors import DeviceError
@@ -27,6 +29,8 @@ __all__ = ["Collective", "DistributedContext", "ReduceOperation"]
 
 TIMEOUT = 300.0
 """Default limit in seconds for one operation: the slowest device has that long to come to it."""
+
+NEW = "not entered yet"
 
 GRACE_SECONDS = 1.0
 """For the reason why a group broke to come, where a session has failed."""
@@ -50,6 +54,9 @@ class DistributedContext:
             pending = context.all_reduce(tensors)   # one tensor on each device
             ...                                     # whatever else there is to do
             tensors = pending.resolve()
+
+    In async code it is entered by ``async with``, and waited for by `Collective.wait_async`.
+    Nothing else waits.
 
     Devices of peers exchange among themselves; nothing but the orders passes through this process.
     Each operation runs beside what else its devices do, in the order of the calls. What it works on
@@ -84,7 +91,7 @@ class DistributedContext:
         """For each device the number of the operation that it has to contribute to next."""
         self._bond: Bond | None = None
         self._parts: tuple[Part, ...] = ()
-        self._state = "not entered yet"
+        self._state = NEW
         self._check_devices()
 
     def __repr__(self) -> str:
@@ -102,22 +109,57 @@ class DistributedContext:
     ) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        """Form the group in async code, on the node whose event loop this is; see `open`."""
+        with self._forming() as bond:
+            if bond is not None:
+                bond.check_in_loop()
+                bond.begin()
+                await answered(bond.formed)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
     def open(self) -> None:
         """Form the group.
 
         Raises:
             AccessDenied: a peer does not admit another one, or this program.
+            RankLost: a peer can't be reached from another one; names its devices.
             SessionLost: a device is lost.
             DeviceError: the group can't be formed; or this is an event loop's own thread.
         """
+        with self._forming() as bond:
+            if bond is not None:
+                bond.check_waiting()
+                bond.begin()
+                bond.formed.result(FORMING_SECONDS + GRACE_SECONDS)
+
+    @contextlib.contextmanager
+    def _forming(self) -> Iterator[Bond | None]:
+        """Have the context be open after the block, in which its group is formed."""
         with self._lock:
-            if self._state != "not entered yet":
+            if self._state != NEW:
                 raise self._unusable("entering")
-            if self.devices[0].type != BACKEND:
-                self._parts = (LocalPart(len(self.devices)),)
-            else:
-                self._parts, self._bond = self._formed()
-            self._state = ""
+            self._state = "being entered"
+        bond = None
+        try:
+            parts: tuple[Part, ...] = (LocalPart(len(self.devices)),)
+            if self.devices[0].type == BACKEND:
+                parts, bond = self._made()
+            yield bond
+        except BaseException:
+            self._state = NEW
+            if bond is not None:
+                bond.leave()
+            raise
+        self._parts, self._bond, self._state = parts, bond, ""
 
     def close(self) -> None:
         """Leave the group. What was not resolved is lost; tensors that were are what they are.
@@ -315,7 +357,7 @@ class DistributedContext:
             )
         return self.devices.index(tensor.device)
 
-    def _formed(self) -> tuple[tuple[Part, ...], Bond | None]:
+    def _made(self) -> tuple[tuple[Part, ...], Bond]:
         by_session: dict[int, list[tuple[int, Device]]] = {}
         for rank, device in enumerate(map(device_of, self.devices)):
             by_session.setdefault(id(device.session), []).append((rank, device))
@@ -330,14 +372,7 @@ class DistributedContext:
                 f"a context of {len(self.devices)} devices",
                 why=f"they are of {len(parts)} peers, and at most {MAX_MEMBERS} can be together",
             )
-        bond = Bond(parts, self.timeout)
-        bond.begin()
-        try:
-            bond.formed.result(FORMING_SECONDS + GRACE_SECONDS)
-        except BaseException:
-            bond.leave()
-            raise
-        return parts, bond
+        return parts, Bond(parts, self.timeout)
 
 
 class Starting:
@@ -444,35 +479,50 @@ class Collective:
             CollectiveError: the group broke; names the devices at fault.
             MeshError: what an operation on a device has failed with before.
         """
-        results = self.resolve()
-        bond = self._context._bond
+        results, bond = self.resolve(), self._context._bond
         if bond is None:
             return results
         bond.check_waiting()
+        changed = threading.Event()
+        waiting = _Waiting(results, bond, changed.set)
         limit = self._context.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        # An empty part of each: it is there when the whole is, and costs nothing to move.
-        asked = [ask_elements(each.view(-1)[:0])[0].future for each in results]
-        changed = threading.Event()
-        bond.broken.add_done_callback(lambda _: changed.set())
-        for future in asked:
-            future.add_done_callback(lambda _: changed.set())
-        while True:
+        while not waiting.is_over():
             changed.clear()
-            failed = next((error for each in asked if (error := _error_of(each))), None)
-            if failed is not None:
-                raise self._context.reason(failed)
-            if all(each.done() for each in asked):
-                return results
-            if bond.broken.done():
-                raise bond.broken.result()
-            if not changed.wait(max(0.0, deadline - time.monotonic())):
-                raise CollectiveTimeout(
-                    f"{self._call.kind} over {_names(self._context.devices)}",
-                    after=limit,
-                    why="not all devices have come to its end",
-                    fix="Look at what they are doing, or give it more time.",
-                )
+            if not waiting.is_over() and not changed.wait(max(0.0, deadline - time.monotonic())):
+                raise self._timed_out(limit)
+        failed = waiting.failed()
+        if failed is not None:
+            raise self._context.reason(failed)
+        return results
+
+    async def wait_async(self, timeout: float | None = None) -> list[torch.Tensor]:
+        """Do the same in async code, on the node whose event loop this is."""
+        results, bond = self.resolve(), self._context._bond
+        if bond is None:
+            return results
+        bond.check_in_loop()
+        over = anyio.Event()
+        waiting = _Waiting(results, bond, lambda: over.set() if waiting.is_over() else None)
+        limit = self._context.timeout if timeout is None else timeout
+        with anyio.move_on_after(limit):
+            await over.wait()
+        if not waiting.is_over():
+            raise self._timed_out(limit)
+        failed = waiting.failed()
+        if failed is not None:
+            with anyio.move_on_after(GRACE_SECONDS):
+                raise await answered(bond.broken)
+            raise failed
+        return results
+
+    def _timed_out(self, limit: float) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"{self._call.kind} over {_names(self._context.devices)}",
+            after=limit,
+            why="not all devices have come to its end",
+            fix="Look at what they are doing, or give it more time.",
+        )
 
     def _taken(self, *, waits: bool) -> list[torch.Tensor]:
         if self._results is None:
@@ -491,8 +541,38 @@ class Collective:
         return self._results
 
 
-def _error_of(future: Future[Any]) -> BaseException | None:
-    return future.exception() if future.done() else None
+class _Waiting:
+    """For results to be there, or for the group to break.
+
+    Args:
+        results: that are waited for.
+        bond: of the group.
+        changed: called whenever that may have come, maybe by another thread.
+    """
+
+    def __init__(
+        self, results: Sequence[torch.Tensor], bond: Bond, changed: Callable[[], object]
+    ) -> None:
+        self._bond = bond
+        # An empty part of each: it is there when the whole is, and costs nothing to move.
+        self._asked = [ask_elements(each.view(-1)[:0])[0].future for each in results]
+        for future in self._asked:
+            future.add_done_callback(lambda _: changed())
+        bond.broken.add_done_callback(lambda _: changed())
+
+    def is_over(self) -> bool:
+        """Return whether they are there, or can't be any more."""
+        is_there = all(each.done() for each in self._asked)
+        return is_there or self._bond.broken.done() or self.failed() is not None
+
+    def failed(self) -> BaseException | None:
+        """Return what went wrong."""
+        for each in self._asked:
+            if each.done() and (error := each.exception()) is not None:
+                return error
+        if all(each.done() for each in self._asked) or not self._bond.broken.done():
+            return None
+        return self._bond.broken.result()
 
 
 def _whole(device: torch.device | str) -> torch.device:

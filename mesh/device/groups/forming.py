@@ -80,7 +80,6 @@ class Bond:
         async def launch() -> None:
             self._node.endpoint.start_soon(self._run)
 
-        self.check_waiting()
         carrier = self._parts[0].session.carrier
         assert carrier is not None
         carrier.spawn(launch)
@@ -91,6 +90,17 @@ class Bond:
         assert carrier is not None
         carrier.check_waiting()
 
+    def check_in_loop(self) -> None:
+        """Raise `DeviceError` unless this is the thread of the loop that holds the group."""
+        carrier = self._parts[0].session.carrier
+        assert carrier is not None
+        if not carrier.is_in_loop():
+            raise DeviceError(
+                "waiting for a group of devices in async code",
+                why="they were opened by a node of another event loop",
+                fix="Use the blocking calls in a thread, or open the devices by device_async.",
+            )
+
     def leave(self, before: Sequence[Future[Any]] = ()) -> None:
         """Leave the group, at all nodes, also while it is being formed. May be repeated.
 
@@ -100,7 +110,10 @@ class Bond:
         self._before = tuple(before)
         self._is_left = True  # for the loop, if it has not begun yet
         portal, leaving = self._portal, self._leaving
-        if portal is not None and leaving is not None:
+        carrier = self._parts[0].session.carrier
+        if leaving is not None and carrier is not None and carrier.is_in_loop():
+            leaving.set()
+        elif portal is not None and leaving is not None:
             try:
                 portal.start_task_soon(leaving.set)
             except RuntimeError:
@@ -219,7 +232,10 @@ class Bond:
             await stream.send_message(wire.Connect(places).encode())
             news = wire.decode_news(await self._receive(member), self.label(member))
             if isinstance(news, wire.Broken):
-                raise news.error
+                if not news.members:
+                    raise news.error
+                why = f"{self.label(member)} can't reach it: {news.error.why or news.error}"
+                raise self._error(RankLost, self._known(news), why)
 
         await _all(join, count)
         await _all(connect, count)
@@ -236,12 +252,15 @@ class Bond:
             return
         if isinstance(news, wire.Broken):
             kind = type(news.error) if isinstance(news.error, CollectiveError) else RankFailed
-            members = tuple(each for each in news.members if each < len(self._parts))
+            members = self._known(news)
             self._break(self._error(kind, members, news.error.why or str(news.error)))
             if isinstance(news.error, RankLost):
                 async with anyio.create_task_group() as tasks:
                     for each in members:
                         tasks.start_soon(self._doubt, each)
+
+    def _known(self, news: wire.Broken) -> tuple[int, ...]:
+        return tuple(each for each in news.members if each < len(self._parts))
 
     async def _receive(self, member: int) -> CborValue:
         try:

@@ -67,7 +67,8 @@ class SessionPart:
 
     def check(self, what: str) -> None:
         """See `Part.check`."""
-        self.session.check_not_recording(what)
+        if not self.session.records_tentatively:
+            self.session.check_not_recording(what)
 
     def all_done(self) -> Future[Any]:
         """See `Part.all_done`."""

@@ -39,8 +39,10 @@ from transport import (
     Incoming,
     LimitExceeded,
     PeerAddress,
+    PeerLost,
     ProtocolError,
     Stream,
+    Unreachable,
 )
 
 __all__ = ["PAIR_SCOPE", "GroupService"]
@@ -90,6 +92,15 @@ class _Joined:
         """Have who waits for streams, or news, look."""
         event, self.changed = self.changed, anyio.Event()
         event.set()
+
+
+class _NotReached(Exception):
+    """The node of another member can't be reached from here."""
+
+    def __init__(self, member: int, error: MeshError) -> None:
+        super().__init__(str(error))
+        self.member = member
+        self.error = error
 
 
 class GroupService:
@@ -158,6 +169,10 @@ class GroupService:
             async with stream, helpers() as tasks:
                 try:
                     await self._form(joined, stream, tasks)
+                except _NotReached as failed:
+                    news = wire.Broken(join.number, failed.error, (failed.member,))
+                    await stream.send_message(news.encode())
+                    return
                 except MeshError as error:
                     await stream.send_message(wire.Broken(join.number, error).encode())
                     return
@@ -227,14 +242,17 @@ class GroupService:
         join = joined.join
         member = join.members[index]
         target = PeerAddress(member.node, order.addresses[index])
-        connection = await self._endpoint.connect(target, timeout=FORMING_SECONDS)
         pairing = wire.Pairing(join.group, join.index, member.token)
-        stream = await connection.open_stream(wire.PAIR_SERVICE, pairing.encode())
         try:
-            await stream.reply()
-        except BaseException:
-            stream.reset()
-            raise
+            connection = await self._endpoint.connect(target)
+            stream = await connection.open_stream(wire.PAIR_SERVICE, pairing.encode())
+            try:
+                await stream.reply()
+            except BaseException:
+                stream.reset()
+                raise
+        except (DeadlineExceeded, Unreachable, PeerLost) as error:
+            raise _NotReached(index, error) from error
         joined.streams[index] = stream
 
     async def _pair(self, request: Incoming) -> None:

@@ -322,7 +322,7 @@ class ServerSession:
             fill = orders.encode(orders.Fill(order.arrival, order.nbytes))
             descriptor = None
             if order.nbytes:
-                descriptor = await sealed_descriptor(stored.tensor, stored.meta)
+                descriptor = await sealed_descriptor(stored.raw, stored.meta)
             return _Frame(fill, is_order=True, descriptor=descriptor)
         except MeshError as error:
             failure = error

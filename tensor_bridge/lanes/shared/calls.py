@@ -393,9 +393,10 @@ class Calls:
 
     def _fail(self, error: ProtocolError) -> None:
         """End, in the task that takes what comes."""
-        self._failure = error
-        if not self._is_over:
-            self._waiter.wake()
+        with self._lock:  # else its eventfd may be closed under it, and the number another's
+            self._failure = error
+            if not self._is_over:
+                self._waiter.wake()
 
     def _take_replies(self) -> None:
         """Take what was still answered by one who has left since."""

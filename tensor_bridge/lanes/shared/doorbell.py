@@ -5,13 +5,19 @@ Whoever waits (`Waiter.wait`) looks for about 50 microseconds, letting others ru
 those have lately kept the processor for long; then it puts up a flag beside its counter, looks once
 more, and sleeps on its eventfd. A bell makes a system call only for those whose flag is up.
 
+A sleep that turned out to be short has cost more than it spared: an idle processor takes a hundred
+microseconds to wake up. The next wait looks for twice as long, within bounds, until one takes
+longer than any look would have.
+
 No ring is lost. The ringer stores the counter and then loads the flag; the waiter stores the flag
 and then loads the counter. If neither store could overtake the load after it, one of the two sees
 the other's. Processors do let it overtake, x86 included, so that each stores with a
 lock held: in CPython of every version, to take it and to release it are atomic read-modify-writes,
-which on x86 are full barriers. Where they are somewhat less than that (Arm), a flag may come to be
-seen a moment late; therefore the first sleep lasts one millisecond, and each further one, by when
-the flag has long been seen, twice as long as the one before. The counter is stored after the bytes,
+which on x86 are full barriers. Elsewhere the one lets nothing before it pass, and the other nothing
+after it, so that the lock is taken once more between the store and the load: a release and an
+acquisition after it are in order on Arm. Should a processor know less order than that, a sleep of
+`Waiter.wait` lasts one millisecond at first, and each further one twice as long as the one before.
+The counter is stored after the bytes,
 and the bytes are loaded after the counter: x86 keeps both orders by itself, and elsewhere the lock
 does, which a waiter takes twice when it is done: what comes after the second time it is taken comes
 after what was before the first time it was released.
@@ -27,6 +33,7 @@ import contextlib
 import errno
 import math
 import os
+import platform
 import select
 import threading
 import time
@@ -41,7 +48,11 @@ LINE_WORDS = 8
 """Words of a cache line. Counters and flags of two processes on one line would slow both."""
 
 YIELD_SECONDS = 50e-6
-"""How long a waiter looks before it sleeps: about what going to sleep and waking up takes."""
+"""How long a waiter looks before it sleeps, at least: about what going to sleep and waking up takes
+on a busy processor."""
+
+LONGEST_LOOK = 0.4e-3
+"""The most that short sleeps bring it to."""
 
 HOGGED_SECONDS = 1e-3
 """How long others may keep the processor that they are let have. Beyond, there is more to run than
@@ -53,6 +64,9 @@ WARY_FACTOR = 50
 
 FIRST_SLEEP = 1e-3
 LONGEST_SLEEP = 0.25
+
+_KEEPS_ORDER = platform.machine() in {"x86_64", "AMD64"}
+"""Whether loads of the processor keep their order, and stores theirs."""
 
 _NOWHERE = -1
 """The offset that preadv2(2) takes for what has none."""
@@ -92,6 +106,9 @@ class Bell:
         words = self._words
         with self._fence:
             words[self._at] = count
+        if not _KEEPS_ORDER:
+            with self._fence:
+                pass
         for flag, knocker in self._waiters:
             if words[flag]:
                 knocker.knock()
@@ -121,6 +138,7 @@ class Waiter:
         for each in watched:
             self._poll.register(each, select.POLLIN | select.POLLRDHUP)
         self._wary_until = 0.0
+        self._patience = YIELD_SECONDS
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> None:
         """Return once `is_ready` does return true, or raise what it raises.
@@ -136,10 +154,14 @@ class Waiter:
             Gone: a watched process ended first. What it had told before still counts.
         """
         if not is_ready() and not self._look(is_ready):
+            began = time.monotonic()
             self._sleep(is_ready, deadline)
-        for _ in range(2):
-            with self._fence:
-                pass
+            is_short = time.monotonic() - began < LONGEST_LOOK
+            self._patience = min(2 * self._patience, LONGEST_LOOK) if is_short else YIELD_SECONDS
+        if not _KEEPS_ORDER:
+            for _ in range(2):
+                with self._fence:
+                    pass
 
     def wake(self) -> None:
         """Have `wait` call its `is_ready` now; from any thread."""
@@ -152,6 +174,9 @@ class Waiter:
         """
         with self._fence:
             self._words[self._flag] = 1
+        if not _KEEPS_ORDER:
+            with self._fence:
+                pass
 
     def disarm(self) -> None:
         """Have bells make no system call any more."""
@@ -172,7 +197,7 @@ class Waiter:
     def _look(self, is_ready: Callable[[], bool]) -> bool:
         """Look for a while, letting others run in between; return whether that was enough."""
         now = time.monotonic()
-        end = now + YIELD_SECONDS if now >= self._wary_until else now
+        end = now + self._patience if now >= self._wary_until else now
         while now < end:
             os.sched_yield()
             if is_ready():
@@ -205,17 +230,20 @@ class Waiter:
 
 
 class _Knocker:
-    """Makes an eventfd readable, unless it could not be more readable."""
+    """Makes an eventfd readable, unless it could not be more readable. For any thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
+        self._lock = threading.Lock()
+        """A poll object refuses a second thread, whose wake-up would be lost."""
 
     def knock(self) -> None:
-        if self._poll.poll(0):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._descriptor, 1)
+        with self._lock:
+            if self._poll.poll(0):
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_write(self._descriptor, 1)
 
 
 def make_eventfd() -> int:

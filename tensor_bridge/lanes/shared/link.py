@@ -7,9 +7,11 @@ the other end breaks the protocol or is gone. Then every move on it is told at o
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,15 +20,20 @@ import anyio
 import anyio.lowlevel
 
 from auth import PeerIdentity
+from tensor_bridge.lanes.shared.blocks import OwnBlocks, TheirBlocks
 from tensor_bridge.lanes.shared.calls import RINGS, Calls, Serve, make_rings, take_rings
 from tensor_bridge.lanes.shared.pool import Pool, make_pool, map_pool
 from tensor_bridge.lanes.shared.protocol import (
+    MAX_BLOCKS,
     MAX_SLOTS,
+    BlockMessage,
     FilledMessage,
+    ForgottenMessage,
     GivenMessage,
     IncomingSlots,
     OutgoingSlots,
     PoolMessage,
+    ReturnedMessage,
     RingsMessage,
     SealedMessage,
     decode_message,
@@ -44,11 +51,14 @@ SLOT_BYTES = 1 << 21
 SLOTS = 4
 """So many that neither end waits for the other to be given a turn; more are no faster."""
 
-MAX_UNSENT = SLOTS + MAX_SLOTS + 1
+MAX_UNSENT = SLOTS + MAX_SLOTS + 2 * MAX_BLOCKS + 1
 """Packets that wait until the socket has room for them."""
 
 PACKETS_A_TURN = 16
 """Packets taken before others on the event loop have their turn."""
+
+FORGET_SECONDS = 1.0
+"""Between two looks for blocks that lay free for too long."""
 
 _log = logging.getLogger("quicmesh.tensors")
 
@@ -92,6 +102,10 @@ class Link:
         self._unsent: deque[bytes] = deque()
         self._stuck = anyio.Event()
         self._watchers: set[Callable[[], object]] = set()
+        self.blocks = OwnBlocks(functools.partial(send_packet, sock), self._post)
+        """Memory that tensors lie in at the other end."""
+        self.their_blocks = TheirBlocks(self._post)
+        """The same of the other end's."""
         _links.add(self)
 
     # -- life
@@ -103,6 +117,7 @@ class Link:
                 async with anyio.create_task_group() as tasks:
                     self._tasks = tasks
                     tasks.start_soon(self._send_on)
+                    tasks.start_soon(self._forget_late)
                     if self.calls is not None:
                         tasks.start_soon(self._run_calls, self.calls)
                     with contextlib.suppress(ConnectionClosed):
@@ -352,7 +367,7 @@ class Link:
             raise ConnectionResetError(0, _GONE)
         message = decode_message(data)
         if (descriptor is not None) != isinstance(
-            message, PoolMessage | SealedMessage | RingsMessage
+            message, PoolMessage | SealedMessage | RingsMessage | BlockMessage
         ):
             raise ProtocolError("shared memory", why="memory and a descriptor come together")
         match message:
@@ -373,6 +388,13 @@ class Link:
             case RingsMessage(part=part):
                 assert descriptor is not None
                 self._take_ring(part, descriptor)
+            case BlockMessage(number=number):
+                assert descriptor is not None
+                self.their_blocks.add(number, descriptor)
+            case ReturnedMessage(lend=lend):
+                self.blocks.returned(lend)
+            case ForgottenMessage(number=number):
+                self.their_blocks.forget(number)
         return 0
 
     def _take_ring(self, part: int, descriptor: int) -> None:
@@ -453,6 +475,13 @@ class Link:
                 for packet in unsent:
                     self._post(packet)
 
+    async def _forget_late(self) -> None:
+        """Forget blocks that lay free for long, and tell of lendings that other threads ended."""
+        while True:
+            await anyio.sleep(FORGET_SECONDS)
+            self.blocks.expire(time.monotonic())
+            self.their_blocks.flush()
+
     def _close_rings(self) -> None:
         while self._rings:
             os.close(self._rings.pop())
@@ -467,6 +496,8 @@ class Link:
                 pool.close()
         for landing in self._landings.values():
             landing.close()
+        self.blocks.close()
+        self.their_blocks.close()
         self._unsent.clear()
 
 

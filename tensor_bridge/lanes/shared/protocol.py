@@ -9,6 +9,9 @@ the socket is one message:
     given    slot `slot` is free again
     rings    a descriptor of those that calls go by (see `calls`), in order
     sealed   the memory, as a descriptor beside it, holds all bytes of move `move`
+    block    the memory, as a descriptor beside it, is block `slot` of the sender's (see `blocks`)
+    returned what was lent as `move` is the other end's again
+    forgot   block `slot` is not used any more
 
 A move is called by the id of the QUIC stream that it was agreed on. Whatever comes from the other
 end is checked here before anything is done with it; what an honest end would not say raises
@@ -24,16 +27,20 @@ from collections import deque
 from transport import ProtocolError
 
 __all__ = [
+    "MAX_BLOCKS",
     "MAX_MESSAGE",
     "MAX_SLOTS",
     "MAX_SLOT_BYTES",
     "Arrivals",
+    "BlockMessage",
     "FilledMessage",
+    "ForgottenMessage",
     "GivenMessage",
     "IncomingSlots",
     "Message",
     "OutgoingSlots",
     "PoolMessage",
+    "ReturnedMessage",
     "RingsMessage",
     "SealedMessage",
     "decode_message",
@@ -45,11 +52,14 @@ MAX_SLOT_BYTES = 1 << 21
 MAX_SLOTS = 16
 """Most slots of a pool that a peer may have us map."""
 
+MAX_BLOCKS = 64
+"""Most blocks of one end, lent or free."""
+
 _FORM = struct.Struct(">BBHIQ")
 MAX_MESSAGE = _FORM.size
 """Bytes of a message."""
 
-_POOL, _FILLED, _GIVEN, _SEALED, _RINGS = 1, 2, 3, 4, 5
+_POOL, _FILLED, _GIVEN, _SEALED, _RINGS, _BLOCK, _RETURNED, _FORGOT = range(1, 9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +119,49 @@ class RingsMessage:
         return _FORM.pack(_RINGS, 0, self.part, 0, 0)
 
 
-Message = PoolMessage | FilledMessage | GivenMessage | SealedMessage | RingsMessage
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockMessage:
+    """The descriptor beside this is a block of the sender's."""
+
+    number: int
+
+    def encode(self) -> bytes:
+        """Return the message as it travels."""
+        return _FORM.pack(_BLOCK, 0, self.number, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReturnedMessage:
+    """A block that was lent is its owner's again."""
+
+    lend: int
+
+    def encode(self) -> bytes:
+        """Return the message as it travels."""
+        return _FORM.pack(_RETURNED, 0, 0, 0, self.lend)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForgottenMessage:
+    """A block of the sender's is not used any more."""
+
+    number: int
+
+    def encode(self) -> bytes:
+        """Return the message as it travels."""
+        return _FORM.pack(_FORGOT, 0, self.number, 0, 0)
+
+
+Message = (
+    PoolMessage
+    | FilledMessage
+    | GivenMessage
+    | SealedMessage
+    | RingsMessage
+    | BlockMessage
+    | ReturnedMessage
+    | ForgottenMessage
+)
 
 
 def decode_message(data: bytes) -> Message:
@@ -132,6 +184,12 @@ def decode_message(data: bytes) -> Message:
             return SealedMessage(move)
         case (5, 0, _, 0, 0):
             return RingsMessage(slot)
+        case (6, 0, _, 0, 0):
+            return BlockMessage(slot)
+        case (7, 0, 0, 0, _):
+            return ReturnedMessage(move)
+        case (8, 0, _, 0, 0):
+            return ForgottenMessage(slot)
     raise _broken("a message of no known kind or with a field out of bounds")
 
 

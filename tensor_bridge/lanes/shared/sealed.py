@@ -34,17 +34,16 @@ sealed memory holds: the kernel is asked whether any page of it is the process's
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import stat
 import struct
 import sys
-import weakref
 from pathlib import Path
 
 import torch
 
+from tensor_bridge.lanes.shared.mapping import map_memory
 from tensor_bridge.lanes.shared.pool import anonymous_memory, device_of_memory
 from transport import ProtocolError
 
@@ -58,8 +57,6 @@ MAX_KEPT = 64
 
 _BLOCK = 512
 """What ``st_blocks`` counts in."""
-
-_Bytes = ctypes.Array[ctypes.c_ubyte]
 
 
 class Writer:
@@ -129,10 +126,8 @@ class SealedMemory:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._kept: int | None = None
-        content = _map(descriptor, nbytes)
+        content = map_memory(descriptor, nbytes, mmap.MAP_PRIVATE, before=_forget)
         self.address = ctypes.addressof(content)
-        # Not at exit: tensors may still be used there, and the process takes its memory with it.
-        weakref.finalize(content, _forget, self.address, nbytes).atexit = False
         self.storage = torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
     def keep(self, descriptor: int) -> None:
@@ -194,35 +189,11 @@ _kept: dict[int, tuple[int, int]] = {}
 """The descriptors that are kept, and sizes, by where the memory is mapped."""
 
 
-def _forget(address: int, nbytes: int) -> None:
-    """Unmap memory that nothing refers to any more, in whatever thread that happens."""
+def _forget(address: int) -> None:
+    """Let go of the descriptor of memory that nothing refers to any more."""
     kept = _kept.pop(address, None)
     if kept is not None:
         os.close(kept[0])
-    _libc().munmap(address, nbytes)
-
-
-def _map(descriptor: int, nbytes: int) -> _Bytes:
-    # Not mmap.mmap: it would keep a descriptor of its own for each tensor.
-    flags = mmap.MAP_PRIVATE
-    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address == _FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return (ctypes.c_ubyte * nbytes).from_address(address)
-
-
-_FAILED = ctypes.c_void_p(-1).value
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    size, address = ctypes.c_size_t, ctypes.c_void_p
-    libc.mmap.restype = address
-    libc.mmap.argtypes = [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [address, size]
-    return libc
 
 
 def _seals() -> int:

@@ -143,7 +143,7 @@ def main() -> None:
         send(self, origin, gradients)
 
     Run.send = counted  # type: ignore[method-assign]
-    config = EndpointConfig(bind="127.0.0.1:0", liveness=15.0)
+    config = EndpointConfig(bind="127.0.0.1:0", liveness=15.0, placement="loop")
     node = blocking.Node.embedded(key=SecretKey.generate(), authorizer=allow_any(), config=config)
     with node:
         rpc.init_rpc(

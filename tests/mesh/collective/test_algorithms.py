@@ -26,6 +26,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short tensors run through every path."""
     monkeypatch.setattr(allreduce_module, "WHOLE_BYTES", 256)
     monkeypatch.setattr(allreduce_module, "PIECE_BYTES", 128)
+    monkeypatch.setattr(allreduce_module, "LEAST_PIECE_BYTES", 128)
     monkeypatch.setattr(reducing_module, "WHOLE_BYTES", 256)
     monkeypatch.setattr(reducing_module, "FOLD_ELEMENTS", 48)
 

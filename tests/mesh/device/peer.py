@@ -12,16 +12,20 @@ import anyio
 
 from auth import Grant, Quotas, SecretKey, Ticket, allow_any
 from auth.authorizer import AccessRequest
+from auth.ticket import SocketAddress
 from mesh import Node, blocking
 from mesh.device import DeviceLimits, DeviceService
 from mesh.device.server.executor import ExecutorLimits
 from mesh.device.server.machine import MachineLimits
 from tests.programs import Program
 from transport import EndpointConfig
+from transport.udp import UdpSocket
 
 __all__ = ["CONFIG", "Peer", "client", "peer"]
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=1.0, linger=0.5)
+CONFIG = EndpointConfig(
+    bind="127.0.0.1:0", placement="loop", liveness=1.0, linger=0.5, connect_timeout=3.0
+)
 
 
 class Peer:
@@ -38,6 +42,10 @@ class Peer:
     def moved(self) -> dict[str, int]:
         """Ask for the bytes of UDP payload that it has exchanged with each other node, by id."""
         return self._ask("moved")
+
+    def cut_off(self, other: Peer) -> None:
+        """Have none of its datagrams get to another peer any more."""
+        self._ask(f"cut off {other.ticket.addresses[0][1]}")
 
     def _ask(self, what: str) -> dict[str, int]:
         assert self.program.stdin is not None
@@ -121,6 +129,8 @@ async def _serve(
             print(node.ticket().encode(), flush=True)
             read = sys.stdin.readline
             while line := await anyio.to_thread.run_sync(read, abandon_on_cancel=True):
+                if line.startswith("cut off"):
+                    _cut_off(int(line.split()[-1]))
                 found = _moved(node) if line == "moved\n" else node.table_sizes()
                 print(json.dumps(found), flush=True)
 
@@ -130,6 +140,20 @@ def _moved(node: Node) -> dict[str, int]:
         str(each.peer.node_id): each.info.bytes_sent + each.info.bytes_received
         for each in node.endpoint.connections
     }
+
+
+def _cut_off(port: int) -> None:
+    """Lose all datagrams to a port."""
+    send, send_batch = UdpSocket.send, UdpSocket.send_batch
+
+    def lose(self: UdpSocket, data: bytes, address: SocketAddress) -> bool:
+        return address[1] == port or send(self, data, address)
+
+    def lose_batch(self: UdpSocket, data: bytes, segment: int, address: SocketAddress) -> int:
+        return len(data) if address[1] == port else send_batch(self, data, segment, address)
+
+    UdpSocket.send = lose  # type: ignore[assignment,method-assign]
+    UdpSocket.send_batch = lose_batch  # type: ignore[assignment,method-assign]
 
 
 if __name__ == "__main__":

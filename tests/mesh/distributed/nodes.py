@@ -14,7 +14,7 @@ from mesh.distributed import Options, ProcessGroupMesh
 from mesh.distributed.forming import form_group
 from transport import Endpoint, EndpointConfig
 
-LOOPBACK = EndpointConfig(bind="127.0.0.1:0")
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", placement="loop")
 
 
 class LoopbackNode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -154,6 +155,12 @@ def test_all_gathers_keep_memory_flat(
         for rank in ranks:
             rank.process.kill()
             rank.process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are not forked")
+def test_data_is_loaded_by_forked_workers_beside_a_training(tmp_path: Path) -> None:
+    indices = float(sum(range(50)))
+    assert processes.run("load_data", 2, tmp_path) == [[50, [2 * indices] * 6]] * 2
 
 
 def test_exit_without_leaving_is_clean_and_quiet(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import mesh.blocking
 import mesh.distributed
@@ -236,6 +237,35 @@ def killed(rank: int, size: int) -> Any:
         dist.all_reduce(after)
         dist.destroy_process_group()
         return [type(error).__name__, str(error), ranks, raised_at, burnt, shared, after.item()]
+
+
+class Meddling(Dataset[tuple[torch.Tensor, int]]):
+    """Items of which each comes with whether a process that makes them may use the group."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            return torch.full((6,), float(index)), int("was forked" in str(error))
+        return torch.zeros(6), 0
+
+
+def load_data(rank: int, size: int) -> Any:
+    """Train beside forked workers of a loader, of which each has a try at the group."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(6, 2))
+    loader = DataLoader(Meddling(), 2, num_workers=2, multiprocessing_context="fork")
+    refused, seen = 0, torch.zeros(6)
+    for inputs, said in loader:
+        model(inputs).sum().backward()
+        total = inputs.sum(0)
+        dist.all_reduce(total)
+        seen += total
+        refused += int(said.sum())
+    dist.destroy_process_group()
+    return [refused, seen.tolist()]
 
 
 def fall_off(rank: int, size: int) -> Any:

@@ -14,7 +14,8 @@ from auth import AccessDenied, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import TransportError
 from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable, parts
-from mesh.rpc.wire import Answer, Beside, RefNotes, Request, Target
+from mesh.rpc.targets import Target
+from mesh.rpc.wire import Answer, Beside, RefNotes, Request
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures

@@ -17,11 +17,11 @@ from auth import Grant, allow_any
 from mesh import rpc
 from mesh.nn import RemoteModule
 from mesh.rpc import Agent, PickleRefused, RpcError, Unsendable
-from mesh.rpc.carriage import beside
+from tensor_bridge import describe, encode_meta
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
-from transport import ProtocolError
+from transport import ProtocolError, cbor
 
 pytestmark = [pytest.mark.anyio, pytest.mark.attack]
 
@@ -71,7 +71,7 @@ async def test_a_gadget_ends_the_connection_and_runs_nothing(
         assert not made.exists()
 
 
-def hand_made(made: Path, kind: str, *, hidden: bool) -> dict[str, Any]:
+def hand_made(made: Path, kind: str, *, hidden: bool) -> Any:
     """A call whose bytes no packer has seen, with a pickle that makes a directory."""
     data = pickle.dumps(Gadget(os.mkdir, str(made)))
     target = {
@@ -82,9 +82,11 @@ def hand_made(made: Path, kind: str, *, hidden: bool) -> dict[str, Any]:
     items: list[Any] = [["t", 1], ["K", 0, [], []], ["d", 0]]
     if kind == "function":
         items = [["K", 0, [], []], ["t", 0], ["d", 0]]
-    tensors = beside([torch.frombuffer(bytearray(data), dtype=torch.uint8)]).encode()
-    frame = {"target": target, "items": items, "tensors": tensors, "seconds": 5.0}
-    return frame | ({"create": [bytes(16), bytes(range(16))]} if hidden else {})
+    meta = encode_meta(describe(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+    tensors = [[cbor.encode(meta, max_size=1024), True]]
+    head = {"target": target, "seconds": 5, "tensors": tensors}
+    frame = [*(cbor.encode(each, max_size=1024) for each in (head, items)), data]
+    return [*frame, {"create": [bytes(16), bytes(range(16))]}] if hidden else frame
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["answered", "kept"])

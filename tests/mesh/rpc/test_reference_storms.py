@@ -151,8 +151,14 @@ class Victim:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize(
+    ("anyio_backend", "times"),
+    [
+        ("asyncio", 1),
+        pytest.param("asyncio", 20, marks=pytest.mark.slow),
+        pytest.param("trio", 20, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_kill_of_an_owner_or_a_holder_leaves_nothing(times: int) -> None:
     for _ in range(times):
         victim = await anyio.to_thread.run_sync(Victim)

@@ -16,7 +16,8 @@ from mesh import rpc
 from mesh.errors import UnknownPeer
 from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout, agent
 from mesh.rpc.owned import new_id
-from mesh.rpc.wire import CALL_SERVICE, Answer, Beside, Request, Target
+from mesh.rpc.targets import Target
+from mesh.rpc.wire import CALL_SERVICE, Answer, Beside, Request
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures

@@ -6,10 +6,12 @@ in `test_listing`.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,17 +24,17 @@ import torch.distributed as dist
 
 import mesh.blocking
 from auth import AccessDenied, SecretKey, allow_any
-from mesh import rpc
+from mesh import Node, rpc
 from mesh.errors import MeshError, ProtocolError
-from mesh.rpc import MeshRpcBackendOptions, Unsendable
-from mesh.rpc.wire import CALL_SERVICE
+from mesh.rpc import MeshRpcBackendOptions, Unsendable, asking
+from mesh.rpc.wire import CALL_SERVICE, Answer
 from tests.mesh import nodes
 from tests.mesh.collective.exchange_memory import outcomes
 from tests.mesh.distributed.nodes import LoopbackNode, process_group
 from tests.mesh.nodes import LOOPBACK
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
-from transport import EndpointConfig
+from transport import EndpointConfig, LimitExceeded, cbor
 
 rpc.expose(__name__)
 
@@ -147,6 +149,59 @@ async def test_b08_calls_nest_deep_8_at_once(function: Any, depth: int) -> None:
         exposures.players.clear()
 
 
+@contextlib.asynccontextmanager
+async def apart(config: EndpointConfig) -> AsyncIterator[list[rpc.Agent]]:
+    """Two nodes that share no memory, as if they were on two hosts."""
+    made = [
+        Node.embedded(
+            key=SecretKey.generate(),
+            authorizer=allow_any(),
+            config=config,
+            tensors=False,
+            shared_memory=False,
+        )
+        for _ in range(2)
+    ]
+    async with made[0] as one, made[1] as two:
+        await two.rpc()
+        await one.connect(two.ticket())
+        exposures.players[:] = found = [await one.rpc(), await two.rpc()]
+        try:
+            yield found
+        finally:
+            exposures.players.clear()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("depth", "at_once"), [(40, 2), pytest.param(200, 8, marks=pytest.mark.slow)]
+)
+async def test_b08_calls_between_two_hosts_nest_as_deep(depth: int, at_once: int) -> None:
+    """Each of them is a stream, more than a peer may have for anything else."""
+    async with apart(dataclasses.replace(LOOPBACK, liveness=10.0, max_streams=4)) as (a, b):
+        connection = await a.connected(b.node_id)
+        assert connection.carrier is None
+        async with anyio.create_task_group() as tasks:
+            for _ in range(at_once):
+                tasks.start_soon(a.call, b.node_id, nested, (depth,))
+        assert connection.carrier is None
+        assert not a.asking._under_way
+        assert connection.max_streams <= 4 + depth * at_once
+
+
+@pytest.mark.anyio
+async def test_b08_calls_that_nest_deeper_than_there_are_streams_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking, "STREAMS_BACK", 4)
+    monkeypatch.setattr(asking, "PATIENCE", 0.2)
+    async with apart(dataclasses.replace(LOOPBACK, liveness=10.0, max_streams=4)) as (a, b):
+        assert await a.call(b.node_id, nested, (10,), timeout=0) == 10
+        with anyio.fail_after(10), pytest.raises(LimitExceeded, match="no more streams at a time"):
+            await a.call(b.node_id, nested, (30,), timeout=0)
+        assert await a.call(b.node_id, nested, (10,), timeout=0) == 10
+
+
 @pytest.mark.usefixtures("held")
 def test_b09_a_thread_that_waits_holds_no_lock_of_the_interpreters() -> None:
     with blocking_node() as one, blocking_node() as two:
@@ -196,14 +251,12 @@ async def test_b11_a_frame_with_a_gadget_in_it_makes_nothing(tmp_path: Path) -> 
             if kind == "function":
                 target["name"] = "tests.mesh.rpc.exposures.echo"
             meta = b"\xa2edtypeeuint8eshape\x81\x18" + bytes([len(gadget)])
-            message: Any = {
-                "target": target,
-                "items": items,
-                "tensors": [[meta, gadget]] * tensors,
-                "seconds": 5,
-            }
+            head = {"target": target, "seconds": 5, "tensors": [[meta, True]] * tensors}
+            parts = [cbor.encode(each, max_size=1024) for each in (head, items)]
+            message: Any = [*parts, gadget * tensors]
             if kind == "function" and not tensors:  # bytes are bytes, whatever they look like
-                assert (await connection.call(CALL_SERVICE, message))["items"] == [gadget]
+                answer = await connection.call(CALL_SERVICE, message)
+                assert Answer.decode(answer).items == [gadget]
                 continue
             with pytest.raises(ProtocolError):
                 await connection.call(CALL_SERVICE, message)
@@ -248,7 +301,12 @@ def on_meta() -> torch.Tensor:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("count", [6, pytest.param(24, marks=pytest.mark.slow)])
-async def test_b14_dozens_of_nodes_on_a_host_all_call_each_other(count: int) -> None:
+async def test_b14_dozens_of_nodes_on_a_host_all_call_each_other(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They are all in this process: 276 connections that say every third of a second that they live
+    # would be most of what it does.
+    monkeypatch.setattr(nodes, "LOOPBACK", dataclasses.replace(LOOPBACK, liveness=10.0))
     began = time.monotonic()
     async with agents(count) as everybody:
         answers: list[int] = []
@@ -289,7 +347,10 @@ def test_b15_nobody_is_waited_for_before_the_first_call(tmp_path: Path) -> None:
 
 
 def test_b16_a_handler_uses_collectives_tensor_moves_and_further_calls() -> None:
-    store, patient = dist.HashStore(), EndpointConfig(bind="127.0.0.1:0", liveness=10.0)
+    store, patient = (
+        dist.HashStore(),
+        EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=10.0),
+    )
     with blocking_node(patient) as one, blocking_node(patient) as two:
         for node in (one, two):
             node.run(node.node.rpc)

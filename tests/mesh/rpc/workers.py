@@ -24,7 +24,7 @@ from transport import EndpointConfig
 
 NAMES = ("alpha", "beta", "gamma")
 
-LOOPBACK = EndpointConfig(bind="127.0.0.1:0", linger=1.0)
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", placement="loop", linger=1.0)
 
 
 def use(rank: int) -> None:

@@ -106,16 +106,16 @@ def test_what_moves_is_between_the_peers_and_what_has_to(
                 strategy.step()
                 strategy.model[0].bias[:1].item()  # type: ignore[index]
 
-            step()
-            step()
-            before = moved_bytes(node), peers[0].moved()[other]
-            step()
-            of_client[width] = moved_bytes(node) - before[0]
-            between = peers[0].moved()[other] - before[1]
-        if width > 10:  # each of two has to have what the other has
-            assert between == pytest.approx(2 * nbytes, rel=0.05)
-    assert of_client[100_000] < of_client[10] + 4096
-    assert of_client[100_000] < 32 << 10
+            for number in range(6):  # in full, kept at the peers, and done again
+                before = moved_bytes(node), peers[0].moved()[other]
+                step()
+                of_client[width, number] = moved_bytes(node) - before[0]
+                between = peers[0].moved()[other] - before[1]
+                if width > 10 and number:  # each of two has to have what the other has
+                    assert between == pytest.approx(2 * nbytes, rel=0.05)
+    for number in range(1, 6):
+        assert of_client[100_000, number] < of_client[10, number] + 4096
+        assert of_client[100_000, number] < 32 << 10
 
 
 def test_a_checkpoint_goes_on_over_devices_of_peers(
@@ -224,6 +224,45 @@ def test_a_peer_that_is_killed_is_named_or_done_without(
     with peer(devices=1, liveness=LIVENESS, shares_memory=False) as victim:
         data, lost, found, _ = killed(victim, four, node, 0.2, "continue")
         check_survived(data, lost, found)
+
+
+class Cutting:
+    """Batches during which the way between two peers breaks."""
+
+    def __init__(self, peers: tuple[Peer, Peer]) -> None:
+        self._peers = peers
+        self._data = batches(12, 6)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self._data):
+            if number == 7:
+                one, other = self._peers
+                one.cut_off(other)
+                other.cut_off(one)
+            yield batch
+
+
+def test_two_peers_that_lose_each_other_and_not_the_client(node: blocking.Node) -> None:
+    """One goes on: nothing is silent for the liveness bound, and then for the time to connect."""
+    with (
+        peer(devices=1, liveness=1.0, shares_memory=False) as one,
+        peer(devices=1, liveness=1.0, shares_memory=False) as other,
+    ):
+        chosen = [mesh.device(each.ticket, 0, node=node) for each in (one, other)]
+        with ddp(chosen) as strategy:
+            found = fit(
+                strategy,
+                mlp().double(),
+                optimizer=OPTIMIZERS["sgd"],
+                loss=compute,
+                train=Cutting((one, other)),
+                on_lost="continue",
+            )
+            assert strategy.devices == (chosen[0],)
+        wanted, _ = plain(mlp().double(), OPTIMIZERS["sgd"], batches(12, 6))
+        assert found.losses == pytest.approx(wanted, abs=1e-6)
+        assert found.lost == [chosen[1]]
+        assert (torch.ones(1).to(chosen[1]) + 1).item() == 2  # it is there, and of use to others
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
@@ -184,6 +185,42 @@ def test_who_was_kept_from_running_sleeps_at_once(
     assert waits() > 1
 
 
+def test_who_slept_in_vain_looks_for_longer(
+    words: memoryview, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+
+    def pass_by(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(doorbell.os, "sched_yield", lambda: pass_by(1e-6))
+    monkeypatch.setattr(doorbell.time, "monotonic", lambda: now[0])
+    waiter = Waiter(words, FLAG, descriptor)
+
+    def looked(slept: float) -> float:
+        """Return for how long it looks before it sleeps, which takes `slept` seconds."""
+        began, sleeps = now[0], []
+
+        def is_ready() -> bool:
+            if words[FLAG] and not sleeps:
+                sleeps.append(now[0] - began)
+                pass_by(slept)
+                return False
+            return bool(sleeps)
+
+        os.eventfd_write(descriptor, 1)
+        waiter.wait(is_ready, now[0] + 10)
+        return sleeps[0]
+
+    usual = doorbell.YIELD_SECONDS
+    found = [looked(50e-6) for _ in range(6)]
+    assert found == pytest.approx(
+        [usual, 2 * usual, 4 * usual, 8 * usual, *[doorbell.LONGEST_LOOK] * 2], abs=2e-6
+    )
+    assert looked(0.1) == pytest.approx(doorbell.LONGEST_LOOK, abs=2e-6)
+    assert looked(0.1) == pytest.approx(usual, abs=2e-6)  # idle ranks burn no core
+
+
 def test_a_killed_process_is_named(words: memoryview, descriptor: int) -> None:
     process = os.fork()
     if process == 0:
@@ -231,6 +268,145 @@ def test_no_ring_is_lost_between_processes(words: memoryview) -> None:
         os.waitpid(process, 0)
         for each in descriptors:
             os.close(each)
+
+
+class Ringer:
+    """A thread that rings, one store, load or system call of it at a time."""
+
+    def __init__(self, words: memoryview, descriptor: int) -> None:
+        self.words = words
+        self.steps = 0
+        self.is_over = False
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._bell = Bell(self, COUNT, [(FLAG, descriptor)])  # type: ignore[arg-type]
+        ((_, self._knocker),) = self._bell._waiters
+        self._bell._waiters = ((FLAG, self),)  # type: ignore[assignment]
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self._done.acquire()
+
+    def step(self) -> None:
+        if not self.is_over:
+            self.steps += 1
+            self._go.release()
+            self._done.acquire()
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._pause()
+        self.words[at] = value
+
+    def __getitem__(self, at: int) -> int:
+        self._pause()
+        return self.words[at]
+
+    def knock(self) -> None:
+        self._pause()
+        self._knocker.knock()
+
+    def _pause(self) -> None:
+        self._done.release()
+        self._go.acquire()
+
+    def _run(self) -> None:
+        self._bell.ring(1)
+        self.is_over = True
+        self._done.release()
+
+
+class Interleaved:
+    """The words, and the eventfd, of a waiter amid whose accesses a ringer makes its steps."""
+
+    def __init__(self, ringer: Ringer, descriptor: int, schedule: tuple[int, ...]) -> None:
+        self._ringer = ringer
+        self._descriptor = descriptor
+        self._schedule = schedule
+        """Before which accesses the ringer makes its first step, its second, and so on."""
+        self.accesses = 0
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._access()
+        self._ringer.words[at] = value
+
+    def __getitem__(self, at: int) -> int:
+        self._access()
+        return self._ringer.words[at]
+
+    def poll(self, _: int) -> list[tuple[int, int]]:
+        self._access()
+        while not readable(self._descriptor):
+            if self._ringer.is_over:
+                raise AssertionError("the ring was lost")
+            self._ringer.step()
+        return [(self._descriptor, select.POLLIN)]
+
+    def _access(self) -> None:
+        due = sum(before <= self.accesses for before in self._schedule)
+        while self._ringer.steps < due and not self._ringer.is_over:
+            self._ringer.step()
+        self.accesses += 1
+
+
+MOST_ACCESSES, MOST_STEPS = 8, 3
+
+
+@pytest.mark.parametrize("first", range(MOST_ACCESSES))
+def test_no_ring_is_lost_in_whatever_order(
+    first: int, words: memoryview, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "YIELD_SECONDS", 0.0)
+    accesses, steps = 0, set()
+    for rest in itertools.combinations_with_replacement(
+        range(first, MOST_ACCESSES), MOST_STEPS - 1
+    ):
+        words[COUNT] = words[FLAG] = 0
+        ringer = Ringer(words, descriptor)
+        amid = Interleaved(ringer, descriptor, (first, *rest))
+        waiter = Waiter(amid, FLAG, descriptor)  # type: ignore[arg-type]
+        waiter._poll = amid  # type: ignore[assignment]
+        try:
+            waiter.wait(lambda amid=amid: amid[COUNT] == 1, soon())  # type: ignore[misc]
+        finally:
+            while not ringer.is_over:
+                ringer.step()
+            ringer.thread.join()
+        assert words[FLAG] == 0
+        accesses, _ = max(accesses, amid.accesses), steps.add(ringer.steps)
+        waiter.drain()  # a knock that came late makes the next wait look once more, and no harm
+    assert accesses <= MOST_ACCESSES
+    assert max(steps) <= MOST_STEPS
+
+
+def test_two_threads_wake_at_once(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_within, may_leave = threading.Event(), threading.Event()
+
+    class Slow:
+        """A poll object: it refuses a second thread while the first is within."""
+
+        def register(self, *_: int) -> None:
+            pass
+
+        def poll(self, _: int) -> list[tuple[int, int]]:
+            if is_within.is_set() and not may_leave.is_set():
+                raise RuntimeError("concurrent poll() invocation")
+            is_within.set()
+            may_leave.wait(5)
+            return [(descriptor, select.POLLOUT)]
+
+    monkeypatch.setattr(doorbell.select, "poll", Slow)
+    failures: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda it: failures.append(it.exc_value))
+    waiter = Waiter(memoryview(bytearray(mmap.PAGESIZE)).cast("Q"), FLAG, descriptor)
+    threads = [threading.Thread(target=waiter.wake) for _ in range(2)]
+    threads[0].start()
+    assert is_within.wait(5)
+    threads[1].start()
+    threads[1].join(0.02)
+    assert threads[1].is_alive()  # it waits for its turn
+    may_leave.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert os.eventfd_read(descriptor) == 2
 
 
 def test_a_full_eventfd_does_not_block(words: memoryview, descriptor: int) -> None:

@@ -264,16 +264,15 @@ def test_a_link_that_ends_lets_go_of_everything_and_says_how() -> None:
     link = process.link
     stream = link.open_stream()
     link.post(stream, memoryview(bytearray(500)))
-    while link.next_event() is not None:
-        pass
+    link.events.clear()
     end = encode_cbor(["remote", "bye", True, None], max_size=100)
     process.tell(Kind.ENDED, number=9, data=end)
-    assert link.next_event() == ConnectionEnded(EndedBy.REMOTE, 9, "bye", True)
+    assert link.events.popleft() == ConnectionEnded(EndedBy.REMOTE, 9, "bye", True)
     assert sorted(process.later) == [(0, 64), (64, 64)]
     process.tell(Kind.DATA, stream.stream_id, 0, b"late")
     assert stream.buffered == 0
     link.close(1, "twice")
-    assert link.next_event() is None
+    assert not link.events
     process.close()
 
 
@@ -282,23 +281,23 @@ def test_a_link_whose_process_is_gone_fails_with_its_error() -> None:
     error = EndpointLost("the endpoint process", why="it was killed")
     process.link.fail(error)
     assert process.link.failure is error
-    assert isinstance(process.link.next_event(), StreamsAvailable)
-    assert isinstance(process.link.next_event(), ConnectionEnded)
+    assert isinstance(process.link.events.popleft(), StreamsAvailable)
+    assert isinstance(process.link.events.popleft(), ConnectionEnded)
     process.close()
 
 
 def test_events_and_ends_of_streams_come_through() -> None:
     process = Process()
     link = process.link
-    link.next_event()
+    link.events.popleft()
     peer = NodeId(bytes(range(32)))
     process.tell(Kind.HANDSHAKE, data=encode_cbor([peer.raw, "mesh/1"], max_size=100))
-    assert link.next_event() == HandshakeCompleted(peer, "mesh/1")
+    assert link.events.popleft() == HandshakeCompleted(peer, "mesh/1")
     process.tell(Kind.OPENED, 1)
-    assert link.next_event() == StreamOpened(1)
+    assert link.events.popleft() == StreamOpened(1)
     stream = link.streams[1]
     process.tell(Kind.DATA, 1, 0, b"abc", Flag.FIN)
-    assert link.next_event() == StreamChanged(1)
+    assert link.events.popleft() == StreamChanged(1)
     assert stream.fin_received
     assert stream.incoming.take(10) == b"abc"
     process.tell(Kind.STOP, 1, 5)

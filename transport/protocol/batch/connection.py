@@ -54,6 +54,10 @@ POSTED_WINDOW = 32 << 20
 """How far the peer may be ahead, in bytes, in memory that the application has posted: enough for
 1 GB/s over 30 ms. What is posted is bounded by whoever allocated it."""
 
+IDLE_STEP = 0.01
+"""The idle timeout is put off no more often than this, in seconds: it depends on the probe timeout,
+which changes with each packet."""
+
 MAX_RANGES = 256
 """Of an acknowledgement that aioquic reads; it searches all of them for each."""
 
@@ -92,6 +96,7 @@ class BatchConnection(QuicConnection):
         self._loss._pacer = self.pacer  # type: ignore[assignment]
 
         self._key_update_at = KEY_UPDATE_PACKETS
+        self._idle_step_at = 0.0
         self._connection_window = configuration.max_data
         self._connection_consumed = 0
         self._stream_window = configuration.max_stream_data
@@ -267,7 +272,9 @@ class BatchConnection(QuicConnection):
 
     def _stream_credit(self, stream: QuicStream) -> int:
         receiver = ReceivePart.of(stream)
-        window = self._stream_window + min(receiver.posted, POSTED_WINDOW)
+        window = self._stream_window
+        if receiver.target is not None:
+            window += min(receiver.posted, POSTED_WINDOW)
         target = receiver.consumed + window
         return target if target - stream.max_stream_data_local >= window // 2 else 0
 
@@ -353,27 +360,28 @@ class BatchConnection(QuicConnection):
             or self._connection_credit()
             or streams.sent - streams.used < streams.value - streams.sent
             or not all(map(_was_sent, self._host_cids))
-            or any(self._stream_has_control(stream) for stream in self._streams_queue)
+            or self._streams_have_control()
         )
 
-    def _stream_has_control(self, stream: QuicStream) -> bool:
-        sender, receiver = stream.sender, stream.receiver
-        return bool(
-            not sender.buffer_is_empty
-            or sender.reset_pending
-            or receiver.stop_pending
-            or (
-                not receiver.is_finished
-                and (
-                    stream.max_stream_data_local != stream.max_stream_data_local_sent
-                    or self._stream_credit(stream)
-                )
-            )
-        )
+    def _streams_have_control(self) -> bool:
+        for stream in self._streams_queue:
+            sender, receiver = stream.sender, stream.receiver
+            if not sender.buffer_is_empty or sender.reset_pending or receiver.stop_pending:
+                return True
+            if not receiver.is_finished and (
+                stream.max_stream_data_local != stream.max_stream_data_local_sent
+                or self._stream_credit(stream)
+            ):
+                return True
+        return False
 
     def _discard_finished_streams(self) -> None:
         """Forget streams that are over, as upstream does only with a packet in its hands."""
-        finished = [stream for stream in self._streams_queue if stream.is_finished]
+        finished = [
+            stream
+            for stream in self._streams_queue
+            if stream.receiver.is_finished and stream.sender.is_finished
+        ]
         for stream in finished:
             assert stream.stream_id is not None
             del self._streams[stream.stream_id]
@@ -441,6 +449,12 @@ class BatchConnection(QuicConnection):
         if not self._writer.has_data:
             self._writer.ran_dry()
         return datagrams
+
+    def put_off_idle_timeout(self, now: float) -> None:
+        """Let it count from `now` (RFC 9000 section 10.1), give or take `IDLE_STEP`."""
+        if now >= self._idle_step_at:
+            self._idle_step_at = now + IDLE_STEP
+            self._close_at = now + self._idle_timeout()
 
     def _update_keys_in_time(self) -> None:
         if self._packet_number >= self._key_update_at:

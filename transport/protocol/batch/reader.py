@@ -89,6 +89,9 @@ class BatchReader:
         heard = False
         try:
             at = 0
+            if size <= segment:
+                heard = self._open_one(packets, data, 0, size, others)
+                at = size
             while at < size and at < LEADING * segment and packets.expected() is None:
                 heard |= self._open(packets, data, at, min(at + segment, size), segment, others)
                 at += segment
@@ -116,7 +119,7 @@ class BatchReader:
         quic._network_paths[0].bytes_received += size
         if quic._state in END_STATES or quic._close_pending:
             return []
-        quic._close_at = now + quic._idle_timeout()
+        quic.put_off_idle_timeout(now)
         quic._ack_eliciting_sent_since_receipt = False
         if packets.eliciting:
             self._hold_acknowledgement(packets.eliciting, now)

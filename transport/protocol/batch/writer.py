@@ -6,8 +6,7 @@ with aioquic's own packet code, and so does all of it while a batch can't be sen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioquic.quic.connection import QuicConnectionState
 from aioquic.quic.crypto import CryptoContext
@@ -55,12 +54,16 @@ ACK_OF_ACK_EVERY = 8
 the ranges can be forgotten (RFC 9000 section 13.2.4)."""
 
 
+_Ready: TypeAlias = tuple[QuicStream, SendPart]
+"""A stream with something to send, and its sending part."""
+
+
 class BatchWriter:
     """Writes the batches of one connection."""
 
     def __init__(self, quic: BatchConnection) -> None:
         self._quic = quic
-        self._ready: dict[int, QuicStream] = {}
+        self._ready: dict[int, _Ready] = {}
         self._keys: Keys | None = None
         self._keys_of: object = None
         self._scratch = Scratch()
@@ -73,7 +76,7 @@ class BatchWriter:
     def offer(self, stream: QuicStream) -> None:
         """`stream` has data that was never sent."""
         assert stream.stream_id is not None
-        self._ready[stream.stream_id] = stream
+        self._ready[stream.stream_id] = stream, SendPart.of(stream)
 
     def can_write(self) -> bool:
         """Whether batches can be sent: the handshake is confirmed, the path is validated."""
@@ -87,8 +90,7 @@ class BatchWriter:
 
     def hand_over(self) -> None:
         """Leave some of what was to be sent in batches to aioquic's packet code."""
-        for stream_id, stream in list(self._ready.items()):
-            sender = SendPart.of(stream)
+        for stream_id, (_, sender) in list(self._ready.items()):
             sender.hand_over()
             if not sender.has_fresh:
                 del self._ready[stream_id]
@@ -195,14 +197,13 @@ class BatchWriter:
         if paced <= 0:
             quic._pacing_at = pacer.next_send_time(now)
             return 0
-        waiting = sum(SendPart.of(stream).backlog for stream in self._ready.values())
+        waiting = sum(sender.backlog for _, sender in self._ready.values())
         worth = 1 + waiting // (size - MAX_OVERHEAD)  # room that nobody needs is not made
         return min(room // size, paced, worth, max(1, MAX_BATCH_BYTES // size), MAX_BATCH_PACKETS)
 
-    def _credit(self, stream: QuicStream) -> int:
+    def _credit(self, stream: QuicStream, sender: SendPart) -> int:
         """The offset up to which flow control lets the stream's data go."""
         quic = self._quic
-        sender = stream.sender
         left = quic._remote_max_data - quic._remote_max_data_used
         return min(stream.max_stream_data_remote, sender.highest_offset + left)
 
@@ -211,10 +212,9 @@ class BatchWriter:
     def _fill(self, batch: _Batch, count: int) -> None:
         """Fill packets from the first stream that has enough for it."""
         room = batch.room - FULL_FRAME.size
-        for stream in self._sendable():
-            sender = SendPart.of(stream)
+        for stream, sender in self._sendable():
             position = sender.fresh
-            limit = min(sender._buffer_stop, self._credit(stream))
+            limit = min(sender._buffer_stop, self._credit(stream, sender))
             full = min((limit - position) // room, count - batch.packets)
             if full <= 0 or not sender.can_read():
                 continue
@@ -239,7 +239,7 @@ class BatchWriter:
                 payloads.append((pack(kind, base, position | VARINT_8), data))
                 position = stop
             batch.add_frames(payloads, sender, start, room, fin=kind & WITH_FIN > 0)
-            self._took(stream, position, fin=kind & WITH_FIN > 0)
+            self._took(stream, sender, position, fin=kind & WITH_FIN > 0)
             return
 
     def _compose(self, batch: _Batch, parts: list[bytes], handlers: Handlers) -> bool:
@@ -253,13 +253,12 @@ class BatchWriter:
 
     def _frames(self, parts: list[bytes], handlers: Handlers, left: int) -> int:
         """Add frames of whatever streams have to `parts`, in `left` bytes; return what is left."""
-        for stream in self._sendable():
-            sender = SendPart.of(stream)
+        for stream, sender in self._sendable():
             assert stream.stream_id is not None
             start = sender.fresh
             head = _varint(stream.stream_id) + _varint(start)
             room = left - 1 - len(head)
-            stop = min(sender._buffer_stop, self._credit(stream), start + room)
+            stop = min(sender._buffer_stop, self._credit(stream, sender), start + room)
             fin = stop == sender._buffer_fin
             if room < 0 or stop < start or (stop == start and not fin) or not sender.can_read():
                 continue
@@ -277,47 +276,43 @@ class BatchWriter:
             parts += (bytes((kind,)), head, length, bytes(sender.read(start, stop)))
             handlers.append((sender.on_data_delivery, (start, stop, fin)))
             left -= 1 + len(head) + len(length) + stop - start
-            self._took(stream, stop, fin=fin)
+            self._took(stream, sender, stop, fin=fin)
             if left < MIN_FRAME_ROOM:
                 break
         return left
 
-    def _sendable(self) -> Iterator[QuicStream]:
+    def _sendable(self) -> list[_Ready]:
         """The streams that may send, those with little to send first, then whose turn it is."""
-        for stream_id, stream in list(self._ready.items()):
-            if not SendPart.of(stream).has_fresh:
+        size = self._quic.datagram_size
+        little: list[_Ready] = []
+        much: list[_Ready] = []
+        for stream_id, ready in list(self._ready.items()):
+            stream, sender = ready
+            if not sender.has_fresh:
                 del self._ready[stream_id]
-        little: list[QuicStream] = []
-        much: list[QuicStream] = []
-        for stream in self._ready.values():
-            if stream.is_blocked:
-                continue
-            (little if SendPart.of(stream).backlog < self._quic.datagram_size else much).append(
-                stream
-            )
-        yield from little
-        yield from much
+            elif not stream.is_blocked:
+                (little if sender.backlog < size else much).append(ready)
+        return little + much
 
     def _has_little(self) -> bool:
         """Whether some stream has less to send than fills a packet: those go first."""
         size = self._quic.datagram_size
-        return any(SendPart.of(stream).backlog < size for stream in self._ready.values())
+        return any(sender.backlog < size for _, sender in self._ready.values())
 
     def _is_all_little(self) -> bool:
         """Whether nothing waits that would fill a packet."""
         size = self._quic.datagram_size
-        return all(SendPart.of(stream).backlog < size for stream in self._ready.values())
+        return all(sender.backlog < size for _, sender in self._ready.values())
 
-    def _took(self, stream: QuicStream, stop: int, *, fin: bool) -> None:
+    def _took(self, stream: QuicStream, sender: SendPart, stop: int, *, fin: bool) -> None:
         """Note what was taken of `stream`, and send it behind the others if it has more."""
-        sender = SendPart.of(stream)
         before = sender.highest_offset
         sender.sent(stop, fin=fin)
         self._quic._remote_max_data_used += sender.highest_offset - before
         assert stream.stream_id is not None
         self._ready.pop(stream.stream_id, None)
         if sender.has_fresh:
-            self._ready[stream.stream_id] = stream
+            self._ready[stream.stream_id] = stream, sender
 
     def _ack_frame(self, space: Any, now: float, handlers: Handlers) -> bytes:
         quic = self._quic
@@ -430,7 +425,7 @@ def _note_sent(quic: BatchConnection, size: int, eliciting: int, now: float) -> 
         quic._loss._time_of_last_sent_ack_eliciting_packet = now
         quic.pacer.took(size, now)
         if not quic._ack_eliciting_sent_since_receipt:
-            quic._close_at = now + quic._idle_timeout()
+            quic.put_off_idle_timeout(now)
             quic._ack_eliciting_sent_since_receipt = True
 
 

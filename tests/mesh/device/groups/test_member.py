@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from auth import NodeId
+from mesh.device import wire as device_wire
 from mesh.device.client.capturing import capture
 from mesh.device.client.moving import MOVE_BYTES
 from mesh.device.client.session import Session
@@ -109,8 +110,11 @@ def test_operations_are_not_captured(world: World) -> None:
         capture(world.devices[0]),
     ):
         world.part.check("all_reduce")
-    with capture(world.devices[0]):
-        world.part.start(SUM, ones)  # as a client would that does not check
+    with world.session.recording() as recording:
+        for _ in range(2):  # the second time its template is there
+            world.part.start(SUM, ones)
+            world.session.flush()
+    world.session.emit(device_wire.capture(1, recording.batches[-1]))  # as no client of ours would
     with pytest.raises(ProtocolError, match="done once"):
         world.session.flush()
 

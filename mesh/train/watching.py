@@ -1,0 +1,260 @@
+"""Whether a program that has run would do the same if it ran again, as far as that can be seen.
+
+What a function depends on is what it can reach: its closure and defaults, the globals that it
+names, attributes of objects, of modules and of their parts, and so on from there. As long as each
+of those is the very object that it was, and running has changed none of them, drawn no random
+number here, and read no element of a device, running it again would do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mesh.device.client.tensors import Handle, handle_of, is_mesh
+
+__all__ = ["NotUnderstood", "Watch", "mode_of_torch", "random_states"]
+
+MAX_OBJECTS = 1 << 16
+"""Objects that are looked at; whoever reaches more is not understood."""
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+
+_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("hooks", "with_kwargs")))
+
+_OWN_HOOKS = 1
+"""Hooks of a parameter that are the strategy's."""
+
+
+class NotUnderstood(Exception):
+    """A function depends on what can't be seen."""
+
+
+class Watch:
+    """What functions and objects depend on, as it is now.
+
+    Args:
+        roots: functions, modules, optimizers, and whatever else.
+
+    Raises:
+        NotUnderstood: they reach something that may change unseen.
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        whole = tuple(roots)
+        self._roots = _anatomies(whole)
+        self._seen: set[int] = set()
+        self._alive: list[object] = []
+        """Whatever was seen: another object of the same id may be no other one."""
+        self._empty: list[Any] = []
+        self._tables: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = []
+        self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._names: list[tuple[Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+        self._cells: list[tuple[Any, Any]] = []
+        self._here: list[tuple[torch.Tensor, object]] = []
+        self._there: list[tuple[Any, Handle]] = []
+        self._left: deque[object] = deque(whole)
+        while self._left:
+            self._see(self._left.popleft())
+
+    def holds(self, roots: Iterable[object]) -> bool:
+        """Return whether all of that is as it was, and `roots` are those."""
+        now = _anatomies(roots)
+        return (
+            len(now) == len(self._roots)
+            and all(map(is_, self._roots, now))
+            and not any(self._empty)
+            and all(
+                len(table) == len(saved) and all(map(is_, saved, table.values()))
+                for table, saved in self._tables
+            )
+            and all(each.untyped_storage()._mesh is handle for each, handle in self._there)
+            and all(_version(tensor) == saved for tensor, saved in self._here)
+            and all(
+                len(items) == len(saved) and all(map(is_, saved, items))
+                for items, saved in self._lists
+            )
+            and all(
+                all(map(is_, saved, map(space.get, names))) for space, names, saved in self._names
+            )
+            and all(_inside(cell) is saved for cell, saved in self._cells)
+        )
+
+    def _see(self, value: object) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        if len(self._seen) > MAX_OBJECTS:
+            raise NotUnderstood("it reaches too much")
+        if isinstance(value, torch.Tensor):
+            self._see_tensor(value)
+        elif isinstance(value, dict):
+            self._see_table(value)
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            self._lists.append((value, tuple(value)))
+            self._left.extend(value)
+        elif isinstance(value, FunctionType):
+            self._see_function(value)
+        elif isinstance(value, MethodType):
+            self._left += (value.__func__, value.__self__)
+        elif isinstance(value, functools.partial):
+            self._left += (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, staticmethod | classmethod):
+            self._left.append(value.__func__)
+        elif isinstance(value, property):
+            self._left.append(value.fget)
+        elif isinstance(value, type):
+            self._see_class(value)
+        elif not _is_known(value):
+            self._see_object(value)
+
+    def _see_tensor(self, tensor: torch.Tensor) -> None:
+        hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or ()
+        if tensor._backward_hooks or len(hooks) > _OWN_HOOKS:
+            raise NotUnderstood("a tensor has hooks")
+        if is_mesh(tensor):
+            self._there.append((tensor, handle_of(tensor)))
+        else:
+            self._here.append((tensor, _version(tensor)))
+
+    def _see_table(self, table: dict[Any, Any]) -> None:
+        if table:
+            self._tables.append((table, tuple(table.values())))
+            self._left.extend(table.values())
+        else:
+            self._empty.append(table)
+
+    def _see_function(self, function: FunctionType) -> None:
+        if _is_of_others(function.__module__):
+            return
+        for cell in function.__closure__ or ():
+            content = _inside(cell)
+            self._cells.append((cell, content))
+            self._left.append(content)
+        self._left.append(function.__defaults__)
+        self._left.append(function.__kwdefaults__)
+        self._left.append(vars(function))
+        names = _names_of(function.__code__)
+        self._see_names(function.__globals__, names)
+        for module in map(function.__globals__.get, names):
+            if isinstance(module, ModuleType) and not _is_of_others(module.__name__):
+                self._see_names(vars(module), names)
+
+    def _see_names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
+        chosen = tuple(name for name in names if name in space)
+        values = tuple(space[name] for name in chosen)
+        self._names.append((space, chosen, values))
+        self._left.extend(values)
+
+    def _see_class(self, kind: type) -> None:
+        for each in kind.__mro__:
+            if not _is_of_others(each.__module__):
+                self._see_names(vars(each), tuple(vars(each)))
+
+    def _see_object(self, value: object) -> None:
+        is_torch = isinstance(value, nn.Module | Optimizer)
+        if not is_torch and (
+            _is_of_others(type(value).__module__) or not hasattr(value, "__dict__")
+        ):
+            raise NotUnderstood(f"it depends on a {type(value).__name__}")
+        content = vars(value)
+        if isinstance(value, nn.Module) and any(content.get(name) for name in _HOOKS):
+            raise NotUnderstood("a module has hooks")
+        self._see_table(content)
+        self._see_class(type(value))
+
+
+def mode_of_torch() -> tuple[object, ...] | None:
+    """Return how torch does what it is told; None where something looks on."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return None
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("mesh"),
+        torch.get_autocast_dtype("mesh"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def random_states() -> tuple[object, ...]:
+    """Return the states of what random numbers are drawn of here."""
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else ()
+    return (
+        random.getstate(),
+        torch.get_rng_state().numpy().tobytes(),
+        tuple(each if isinstance(each, str | int | float) else each.tobytes() for each in drawn),
+    )
+
+
+def _anatomies(roots: Iterable[object]) -> tuple[object, ...]:
+    """Return parts of functions in their place: the same function may be made again and again."""
+    found: list[object] = []
+    for root in roots:
+        if isinstance(root, MethodType):
+            found += (*_anatomies([root.__func__]), root.__self__)
+        elif isinstance(root, functools.partial):
+            found += (*_anatomies([root.func]), *root.args, *root.keywords.values())
+        elif isinstance(root, FunctionType) and not _is_of_others(root.__module__):
+            defaults = (*(root.__defaults__ or ()), *(root.__kwdefaults__ or {}).values())
+            found += (*map(_inside, root.__closure__ or ()), *defaults, root.__globals__)
+            found.append(root.__code__)
+        else:
+            found.append(root)
+    return tuple(found)
+
+
+def _version(tensor: torch.Tensor) -> object:
+    is_dense = tensor.layout is torch.strided
+    return (tensor.data_ptr() if is_dense else 0, tensor._version)
+
+
+def _inside(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return cell
+
+
+def _names_of(code: CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= dict.fromkeys(_names_of(constant))
+    return tuple(names)
+
+
+def _is_known(value: object) -> bool:
+    """Return whether a value is a function, a module or a class of what does not change."""
+    if isinstance(value, ModuleType):
+        return True
+    if not callable(value) or isinstance(value, nn.Module | Optimizer):
+        return type(value) in _DESCRIPTORS
+    return type(value).__module__ in ("builtins", "torch._ops") or type(value) in _DESCRIPTORS
+
+
+_DESCRIPTORS = frozenset(
+    map(type, (vars(type)["__dict__"], vars(type)["__basicsize__"], dict.get, object.__init__))
+)
+
+
+def _is_of_others(name: str | None) -> bool:
+    """Return whether a module belongs to torch or to Python."""
+    root = (name or "").partition(".")[0]
+    return root == "torch" or root in sys.stdlib_module_names

@@ -1,0 +1,69 @@
+"""Calls about tensors that lie in blocks of their owners' (see `lanes.shared.blocks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tensor_bridge.arrivals import Arrivals
+from tensor_bridge.lanes import Lanes
+from tensor_bridge.serve_put import PutService
+from tensor_bridge.serve_read import ReadService
+from tensor_bridge.store import TensorStore
+from tensor_bridge.wire import ObjectCall
+from tensor_bridge.wire_blocks import Found, KeepCall, UndoCall
+from transport import CborValue, Endpoint, Incoming
+
+__all__ = ["FIND_CALL", "KEEP_CALL", "UNDO_CALL", "offer_blocks"]
+
+KEEP_CALL = "tensor.keep"
+UNDO_CALL = "tensor.undo"
+FIND_CALL = "tensor.find"
+
+
+def offer_blocks(endpoint: Endpoint, store: TensorStore, arrivals: Arrivals, lanes: Lanes) -> None:
+    """Offer peers of this host to have their tensors stay in memory that they have made."""
+    for name, answer, scope in (
+        (KEEP_CALL, partial(_keep, arrivals, lanes), PutService.scope),
+        (UNDO_CALL, partial(_undo, arrivals), PutService.scope),
+        (FIND_CALL, partial(_find, store, lanes), ReadService.scope),
+    ):
+        endpoint.register_call(name, partial(_answer, answer), scope=scope, prompt=answer)
+
+
+async def _answer(answer: Callable[[Incoming], CborValue], incoming: Incoming) -> CborValue:
+    return answer(incoming)
+
+
+def _keep(arrivals: Arrivals, lanes: Lanes, incoming: Incoming) -> CborValue:
+    """Make an object of what lies in a block; nothing is answered if that can't be done.
+
+    Raises:
+        QuotaExceeded: there is no room for it.
+    """
+    call = KeepCall.decode(incoming.value)
+    loan = lanes.borrow(incoming.connection, call.block, call.lend, call.meta)
+    if loan is None:
+        return None
+    kept = arrivals.keep_outside(
+        incoming.peer.node_id,
+        call.upload,
+        call.meta,
+        loan,
+        name=call.name,
+        quotas=incoming.grant.quotas,
+    )
+    return None if kept is None else kept.encode()
+
+
+def _undo(arrivals: Arrivals, incoming: Incoming) -> CborValue:
+    arrivals.undo(incoming.peer.node_id, UndoCall.decode(incoming.value).upload)
+    return None
+
+
+def _find(store: TensorStore, lanes: Lanes, incoming: Incoming) -> CborValue:
+    """Say in which of the caller's blocks an object of its own lies; nothing, if in none."""
+    call = ObjectCall.decode(incoming.value)
+    stored = store.owned(call.object_id, incoming.peer.node_id)
+    lend = lanes.lent_as(incoming.connection, stored.outside)
+    return None if lend is None else Found(stored.meta, lend).encode()
