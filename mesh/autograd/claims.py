@@ -14,6 +14,7 @@ other, but has nothing meanwhile that one could wait for.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,8 +44,8 @@ GIVE_UP_SECONDS = 5.0
 """How long others may take to hear that a claim is given up; who does not, has it until the context
 ends."""
 
-MAX_CLAIMS = 256
-"""Most claims here, of others, that wait. Each takes a thread."""
+MAX_CLAIMS, MAX_CLAIMS_OF_ONE = 256, 64
+"""Most claims here, of others and of one of them, that wait. Each takes a thread."""
 
 
 class Claims:
@@ -60,7 +61,7 @@ class Claims:
         self._agent = agent
         self._contexts = contexts
         self._peers = peers
-        self._waiting = 0
+        self._waiting: Counter[NodeId] = Counter()
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the service to peers that may call this node."""
@@ -167,19 +168,27 @@ class Claims:
             elif run is None:
                 answer = False
             else:
-                answer = await self._counted(marking, run, order)
+                answer = await self._counted(by, marking, run, order)
         except MeshError as error:
             return self._peers.failure(error).encode()
         return answer.encode() if isinstance(answer, Failure) else Claimed(answer).encode()
 
-    async def _counted(self, marking: Marking, run: Run, order: ClaimOrder) -> bool | Failure:
-        if self._waiting >= MAX_CLAIMS:
-            raise LimitExceeded("backward", why=f"{self._waiting} claims wait here already")
-        self._waiting += 1
+    async def _counted(
+        self, by: NodeId, marking: Marking, run: Run, order: ClaimOrder
+    ) -> bool | Failure:
+        of_one, of_all = self._waiting[by], self._waiting.total()
+        if of_one >= MAX_CLAIMS_OF_ONE or of_all >= MAX_CLAIMS:
+            raise LimitExceeded(
+                "backward",
+                why=f"{of_all} claims wait here already, {of_one} of them of this caller's",
+            )
+        self._waiting[by] += 1
         try:
             return await self._claim(marking, run, order)
         finally:
-            self._waiting -= 1
+            self._waiting[by] -= 1
+            if not self._waiting[by]:
+                del self._waiting[by]
 
     def _marking(self, context: Context, order: ClaimOrder, by: NodeId) -> Marking:
         marking = context.markings.get(order.marking)
