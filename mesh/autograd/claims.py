@@ -13,6 +13,7 @@ other, but has nothing meanwhile that one could wait for.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from mesh.autograd.marking import Marking
 from mesh.autograd.peers import Peers
 from mesh.autograd.run import Run
 from mesh.autograd.wire import CLAIM_SERVICE, Claimed, ClaimOrder, Failure
+from mesh.rpc.errors import RpcError
 from mesh.rpc.limits import limit
 from mesh.rpc.wire import SCOPE
 from transport import Backoff, CborValue, Endpoint, Incoming, LimitExceeded
@@ -109,7 +111,7 @@ class Claims:
             return self._peers.failure(error)
 
     def give_up(self, marking: Marking, run: Run) -> None:
-        """Let go of what was claimed, wherever the run has not begun; for threads."""
+        """Have let go of what was claimed, wherever the run has not begun; for threads."""
         _abandon(marking, run)
         order = ClaimOrder(marking.context.id, marking.id, run.number, 0, gives_up=True)
 
@@ -117,7 +119,8 @@ class Claims:
             with anyio.move_on_after(GIVE_UP_SECONDS):
                 await self._tell_children(marking, order)
 
-        self._agent.bridge.block_on(tell)
+        with contextlib.suppress(RpcError):  # it is over
+            self._agent.bridge.start(tell)
 
     # -- everywhere, in the loop
 
