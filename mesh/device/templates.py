@@ -86,27 +86,31 @@ _FORMAT_NAMES = {value: name for name, value in _FORMATS.items()}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a tensor lies in its storage. Sizes and strides are in elements, and so is the offset."""
+    """How a tensor lies in its storage. Sizes and strides are in elements, and so is the offset.
+
+    Attributes:
+        span: bytes from the start of the storage to the end of the last element.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int = 0
+    span: int = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        span = 0
+        if 0 not in self.shape:
+            last = sum(
+                (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
+            )
+            span = (self.offset + last + 1) * self.dtype.itemsize
+        object.__setattr__(self, "span", span)  # each operation of a peer asks for it
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def span(self) -> int:
-        """Bytes from the start of the storage to the end of the last element."""
-        if 0 in self.shape:
-            return 0
-        last = sum(
-            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
-        )
-        return (self.offset + last + 1) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

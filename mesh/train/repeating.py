@@ -202,6 +202,8 @@ class Repeater:
             result = work(call.inputs)
             is_pure = self._is_watched(call, roots) and random_states() == drawn
             course = tape.course(self._names) if is_pure else None
+            if course is None and is_pure and not self._is_kept:
+                return result  # it may have used up what will be kept when that is
             if course is None or (call.course not in (None, course) and self._is_kept):
                 call.give_up()
                 return result

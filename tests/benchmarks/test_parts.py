@@ -23,6 +23,7 @@ from tests.benchmarks import (
     namespaces,
     report,
     rpc,
+    train,
 )
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready, take_turns
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, Turn, obey, session
@@ -147,6 +148,18 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert contenders(figures) >= {"here", "quicmesh", "quicmesh, captured"}
     assert all(each["median"] > 0 for each in figures if "contender" in each)
     assert {each["goal"] for each in figures if "what" in each} >= {1.0, 1.7, 1.3}
+
+
+@pytest.mark.slow  # seven processes that load torch
+@pytest.mark.usefixtures("forked")
+@pytest.mark.skipif(train.missing() is not None, reason=str(train.missing()))
+def test_training(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = lines(capsys, "train", "--scale", "0.1")
+    rows = [each for each in figures if "contender" in each]
+    assert contenders(figures) > {train.OURS, train.TORCH}
+    assert len(rows) == 7
+    assert all(each["median"] > 0 for each in rows)
+    assert [each["goal"] for each in figures if "what" in each] == [1.3]
 
 
 @pytest.mark.slow  # four processes that load torch, and calls nested 80 deep

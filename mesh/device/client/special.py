@@ -230,7 +230,7 @@ def _upload(target: torch.Tensor, source: torch.Tensor) -> None:
         # Copied: the program may write to its own tensor as soon as this returns.
         part = data[offset : offset + UPLOAD_CHUNK]
         session.emit(wire.write(handle.id, start + offset, part))
-        if len(part) == UPLOAD_CHUNK:
+        if offset + len(part) < len(data):
             session.flush()
 
 

@@ -168,7 +168,6 @@ class Repetition:
             part.next = context._next
             with guard(part):
                 part.session.emit(b"".join(message.encode(first) for message in messages))
-                part.session.flush()
 
     def close(self) -> None:
         """Have the peers forget it."""
