@@ -13,7 +13,9 @@ other, but has nothing meanwhile that one could wait for.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ from mesh.autograd.marking import Marking
 from mesh.autograd.peers import Peers
 from mesh.autograd.run import Run
 from mesh.autograd.wire import CLAIM_SERVICE, Claimed, ClaimOrder, Failure
+from mesh.rpc.errors import RpcError
 from mesh.rpc.limits import limit
 from mesh.rpc.wire import SCOPE
 from transport import Backoff, CborValue, Endpoint, Incoming, LimitExceeded
@@ -43,8 +46,8 @@ GIVE_UP_SECONDS = 5.0
 """How long others may take to hear that a claim is given up; who does not, has it until the context
 ends."""
 
-MAX_CLAIMS = 256
-"""Most claims here, of others, that wait. Each takes a thread."""
+MAX_CLAIMS, MAX_CLAIMS_OF_ONE = 256, 64
+"""Most claims here, of others and of one of them, that wait. Each takes a thread."""
 
 
 class Claims:
@@ -60,7 +63,7 @@ class Claims:
         self._agent = agent
         self._contexts = contexts
         self._peers = peers
-        self._waiting = 0
+        self._waiting: Counter[NodeId] = Counter()
 
     def register(self, endpoint: Endpoint) -> None:
         """Offer the service to peers that may call this node."""
@@ -108,7 +111,7 @@ class Claims:
             return self._peers.failure(error)
 
     def give_up(self, marking: Marking, run: Run) -> None:
-        """Let go of what was claimed, wherever the run has not begun; for threads."""
+        """Have let go of what was claimed, wherever the run has not begun; for threads."""
         _abandon(marking, run)
         order = ClaimOrder(marking.context.id, marking.id, run.number, 0, gives_up=True)
 
@@ -116,7 +119,8 @@ class Claims:
             with anyio.move_on_after(GIVE_UP_SECONDS):
                 await self._tell_children(marking, order)
 
-        self._agent.bridge.block_on(tell)
+        with contextlib.suppress(RpcError):  # it is over
+            self._agent.bridge.start(tell)
 
     # -- everywhere, in the loop
 
@@ -167,19 +171,27 @@ class Claims:
             elif run is None:
                 answer = False
             else:
-                answer = await self._counted(marking, run, order)
+                answer = await self._counted(by, marking, run, order)
         except MeshError as error:
             return self._peers.failure(error).encode()
         return answer.encode() if isinstance(answer, Failure) else Claimed(answer).encode()
 
-    async def _counted(self, marking: Marking, run: Run, order: ClaimOrder) -> bool | Failure:
-        if self._waiting >= MAX_CLAIMS:
-            raise LimitExceeded("backward", why=f"{self._waiting} claims wait here already")
-        self._waiting += 1
+    async def _counted(
+        self, by: NodeId, marking: Marking, run: Run, order: ClaimOrder
+    ) -> bool | Failure:
+        of_one, of_all = self._waiting[by], self._waiting.total()
+        if of_one >= MAX_CLAIMS_OF_ONE or of_all >= MAX_CLAIMS:
+            raise LimitExceeded(
+                "backward",
+                why=f"{of_all} claims wait here already, {of_one} of them of this caller's",
+            )
+        self._waiting[by] += 1
         try:
             return await self._claim(marking, run, order)
         finally:
-            self._waiting -= 1
+            self._waiting[by] -= 1
+            if not self._waiting[by]:
+                del self._waiting[by]
 
     def _marking(self, context: Context, order: ClaimOrder, by: NodeId) -> Marking:
         marking = context.markings.get(order.marking)

@@ -7,6 +7,7 @@ they are let go of.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from mesh.autograd.marking import Marking
 from mesh.autograd.peers import Peers
 from mesh.autograd.run import Run
 from mesh.autograd.wire import SETTLE_SERVICE, Failure, MarkingId, SettleOrder
+from mesh.rpc.errors import RpcError
 from mesh.rpc.limits import limit
 from mesh.rpc.wire import SCOPE
 from transport import CborValue, Endpoint, Incoming, LimitExceeded
@@ -78,12 +80,13 @@ class Commits:
 
     def let_go(self, marking: Marking, run: Run) -> None:
         """Have others let go of what they have put aside for a run that has failed."""
-        self._agent.bridge.block_on(partial(self.dropped, marking, run))
+        with contextlib.suppress(RpcError):  # it is over
+            self._agent.bridge.start(partial(self.dropped, marking, run))
 
     # -- everywhere, in the loop
 
     async def dropped(self, marking: Marking, run: Run) -> None:
-        """Do the same as `let_go`."""
+        """Tell them, and wait until they have heard."""
         order = SettleOrder(marking.context.id, marking.id, run.number, counts=False)
         with anyio.move_on_after(LET_GO_SECONDS):
             await self._tell(marking.children, order)

@@ -9,6 +9,7 @@ such runs come one after another. Of several nodes, see `mesh.autograd.claims`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -67,7 +68,7 @@ class Leaves:
         Returns:
             Whether it does; not if an older one has some of it, the time is up, or it is restored.
         """
-        of_reducers = reducers.reduced()
+        of_reducers = reducers.reduced() if reducers.are_there() else frozenset()
         wanted = frozenset(id(each.variable) for each in nodes) & of_reducers
         if not _loans.take(wanted, rank, seconds, lambda: self._is_over):
             return False
@@ -96,7 +97,7 @@ class Leaves:
         Raises:
             RpcTimeout: one had them for longer.
         """
-        with may_block():
+        with may_block() if reducers.are_there() else contextlib.nullcontext():
             is_claimed = self._claimed is not None or self.claim(nodes, None, seconds)
         if not is_claimed or self._claimed is None:
             raise RpcTimeout(

@@ -7,10 +7,12 @@ again, takes it one short call each.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -139,11 +141,19 @@ class Marker:
             if reusable and context.spare is None and not context.is_over:
                 context.spare = (_edges(losses), marking)
                 return
-            context.markings.pop(marking.id, None)
-            for unasked in marking.unasked.values():
+            for unasked in tuple(marking.unasked.values()):
                 unasked.is_over.cancel()
-            if reusable or run.failure is not None:  # else others have let go of it themselves
-                context.stale.append(marking.id.number)
+            if reusable or run.failure is not None:
+                self.forget(marking)
+            else:  # others have let go of it themselves
+                context.markings.pop(marking.id, None)
+
+    def forget(self, marking: Marking) -> None:
+        """Let go of a marking, and have others do so when they are asked to mark again."""
+        context = marking.context
+        with context.lock:
+            context.markings.pop(marking.id, None)
+            context.stale.append(marking.id.number)
 
     def _spread_in_thread(
         self, marking: Marking, found: Found, forgotten: tuple[int, ...], seconds: float
@@ -214,7 +224,8 @@ class Marker:
         except ProtocolError as error:
             return self._peers.failure(error, peer)
         del marking.unasked[peer]
-        unasked.is_over.set_result(None)
+        with contextlib.suppress(InvalidStateError):  # it is over, and nobody waits for it
+            unasked.is_over.set_result(None)
         return None
 
     async def _spread(

@@ -175,12 +175,12 @@ class Marking:
 
     def lends(self) -> bool:
         """Return whether it has come to parameters of a reducer, the first time that it has."""
-        if not reducers.are_there():
+        # Without the lock, which the event loop can't wait for: to say it twice does no harm.
+        if self._lends or not reducers.are_there():
             return False
-        with self._lock:
-            had, of_reducers = self._lends, reducers.reduced()
-            self._lends = had or any(id(each.variable) in of_reducers for each in self.leaves)
-            return self._lends and not had
+        of_reducers = reducers.reduced()
+        self._lends = any(id(each.variable) in of_reducers for each in tuple(self.leaves))
+        return self._lends
 
     def settle(self) -> None:
         """Let go of what only more marking would need."""

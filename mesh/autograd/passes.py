@@ -99,7 +99,11 @@ class Passes:
         """
         seconds = float(self._agent.timeout)
         marking = self._marker.marked(context, losses, fast=fast, seconds=seconds)
-        run = self._claims.claimed(marking, seconds)
+        try:
+            run = self._claims.claimed(marking, seconds)
+        except BaseException:
+            self._marker.forget(marking)
+            raise
         order = StartOrder(context.id, marking.id, run.number, retain_graph, seconds, atomic)
         below = None
         try:

@@ -57,14 +57,16 @@ async def test_two_backwards_through_two_reducers_each_do_not_wait_in_a_circle(
     """One has the first node's when the other has the second's; without an order, both wait."""
     claim = Leaves.claim
     order: list[Any] = []
+    both_are_here = threading.Barrier(2)
     has = {"b": threading.Event(), "c": threading.Event()}
 
     def held_up(self: Leaves, nodes: Any, rank: Any, seconds: float = 0.0) -> bool:
         mine = {id(each.variable) for each in nodes}
         where = "b" if id(b.weight) in mine else "c" if id(c.weight) in mine else ""
-        if rank not in order:
+        if rank not in order:  # at the root, where nothing is to be had
             order.append(rank)
-        if where and len(order) == 2:
+            both_are_here.wait(5)
+        if where:
             # The first to come has b's first, the second one c's.
             own = "b" if rank == order[0] else "c"
             if where != own:
@@ -80,10 +82,8 @@ async def test_two_backwards_through_two_reducers_each_do_not_wait_in_a_circle(
         expected = (b.weight * c.weight).detach()
         monkeypatch.setattr(Leaves, "claim", held_up)
         failed: list[BaseException] = []
-        barrier = threading.Barrier(2)
 
         def one() -> None:
-            barrier.wait()
             try:
                 assert torch.equal(backward(a, [b, c]), expected)
             except BackwardError as error:

@@ -147,3 +147,25 @@ async def test_what_was_foretold_wrongly_ends_the_backward(
                 await in_thread(twice, a, b)
             assert a.agent.label(b.node_id) in str(raised.value)
         await quiet(a, b)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_gradients_wait_until_it_is_marked_what_needs_them(waits: bool) -> None:
+    """Of what was foretold, the node that they go to learns when the root's run has begun."""
+    async with workers(2, scale, timeout=20.0 if waits else 1.0) as (a, b):
+        marker = a.agent.autograd._passes._marker
+        asked = marker.asked
+
+        async def late(marking: Any, peer: Any) -> Any:
+            hidden = {} if waits else {peer: marking.unasked.pop(peer)}
+            await anyio.sleep(0.1)
+            marking.unasked.update(hidden)
+            return await asked(marking, peer)
+
+        marker.asked = late  # type: ignore[method-assign]
+        if waits:
+            await in_thread(twice, a, b)
+        else:
+            with pytest.raises(BackwardError, match="set timeout"):
+                await in_thread(twice, a, b)
+        await quiet(a, b)
