@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
+from anyio.from_thread import start_blocking_portal
 
 from tensor_bridge.lanes.shared.host import unavailable
 from tests.tensor_bridge import nodes
+from transport.process import sharing
 
 # The machine's cores are shared by everything that runs: the tests move bytes, they don't compute.
 torch.set_num_threads(1)
@@ -51,22 +54,21 @@ OF_NO_LANE = {
 """Tests, and scenarios of cancellation, in which no bytes to speak of take the nodes' lane."""
 
 
-NOT_IN_A_PROCESS = {
-    "test_a_copy_goes_on_though_the_source_believes_in_the_old_link",  # keeps packets from leaving
-    "test_a_copy_cancelled_exactly_at_its_end",  # counts on when they leave
-    "test_a_put_cancelled_exactly_at_its_end",  # the same
-    "test_at_each_turn_of_the_loop",  # the same: what takes a turn there is not the program's
-    "test_copy",  # has nodes by the thousand
-    "test_progress_of_put_and_get",  # a process tells of so little at once, or once in a while
-}
-"""What reaches for the packets themselves, or is about the event loop that moves them."""
-
 ALWAYS_IN_A_PROCESS = {
+    "test_a_copy_cancelled_exactly_at_its_end",
+    "test_a_copy_goes_on_though_the_source_believes_in_the_old_link",
     "test_a_large_copy_passes_the_client_by",
     "test_every_layout_there_and_back",
+    "test_progress_of_put_and_get",
     "test_target_vanishes",
 }
-"""What is run over an endpoint process always: each of a test's takes half a second to start."""
+"""What is run over an endpoint process always. The rest takes minutes."""
+
+NOT_IN_A_PROCESS = {"test_a_put_cancelled_exactly_at_its_end"}
+"""What counts the turns in which an operation ends, which another process decides there."""
+
+STOPS_A_PROCESS = {"test_client_vanishes", "test_source_vanishes", "test_target_vanishes"}
+"""What stops a node's endpoint process, which the others must not share then."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -99,11 +101,24 @@ def _is_left_out(item: pytest.Item, *, has_time: bool) -> bool:
     return loop is not None and loop != ("asyncio", "trio")[zlib.crc32(case.encode()) % 2]
 
 
+@pytest.fixture(scope="session")
+def endpoint_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where nodes share an endpoint process: half a second of a processor for each adds up."""
+    path = tmp_path_factory.mktemp("shared") / "endpoint.sock"
+    with sharing.listening(path) as listener, start_blocking_portal() as portal:
+        serving = portal.start_task_soon(sharing.share, listener)
+        yield str(path)
+        serving.cancel()
+
+
 @pytest.fixture(autouse=True)
 def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The lane that nodes of the test move everything by: QUIC, where it is not run over each."""
     name = str(getattr(request, "param", nodes.preferred))
     if name == "shared-memory" and (why := unavailable()) is not None:
         pytest.skip(why)
+    if name == nodes.PROCESS and request.node.originalname not in STOPS_A_PROCESS:
+        monkeypatch.setattr(nodes, "shared", request.getfixturevalue("endpoint_process"))
+        monkeypatch.setattr(sharing, "JOIN_SECONDS", 30.0)
     monkeypatch.setattr(nodes, "preferred", name)
     return name

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
@@ -30,11 +32,14 @@ from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.wire import ReadOpen
 from transport import Connection, Endpoint, EndpointConfig, PeerAddress, Stream
 from transport.process import ProcessEngine
+from transport.process.spawn import Child
 
 __all__ = ["LANES", "Node", "eventually", "linked", "node", "preferred", "together"]
 
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+
 PROCESS = "process"
-"""The way of moving everything in which QUIC is it, and a process of each node's own moves that."""
+"""The way of moving everything in which QUIC is it, and an endpoint process moves that."""
 
 LANES = {
     "quic": LaneConfig(shared_memory=False),
@@ -46,6 +51,9 @@ LANES = {
 
 preferred = "quic"
 """What nodes of tests take: see the fixture `lane`."""
+
+shared: str | None = None
+"""Where they share an endpoint process, if they don't have one each: see the same."""
 
 
 @dataclasses.dataclass
@@ -94,10 +102,26 @@ class Node:
         """Send nothing any more, as a host that was unplugged."""
         engine = self.endpoint._engine
         if isinstance(engine, ProcessEngine):
-            assert engine._child is not None
+            assert isinstance(engine._child, Child), "it would be the end of others as well"
             os.kill(engine._child.pid, signal.SIGSTOP)  # ended by force when the node is closed
         else:
             engine.driver._send = lambda data, address: None  # type: ignore[attr-defined]
+
+    def hear_nothing_of(self, peer: Node) -> None:
+        """Have the kernel drop what `peer` sends here, until `hear_all` (Linux)."""
+        program = (
+            (0x28, 0, 0, 0),  # load the source port, the first half-word of a UDP datagram
+            (0x15, 0, 1, peer.endpoint.port),  # another one: take it
+            (0x06, 0, 0, 0),
+            (0x06, 0, 0, 0xFFFFFFFF),
+        )
+        code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *op) for op in program))
+        head = struct.pack("@HP", len(program), ctypes.addressof(code))
+        self.endpoint._socket.raw.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, head)
+
+    def hear_all(self) -> None:
+        """Take what comes from everybody again."""
+        self.endpoint._socket.raw.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
     async def connection(self, peer: Node) -> Connection:
         return await self.endpoint.connect(peer.address)
@@ -142,7 +166,9 @@ async def node(
 ) -> AsyncIterator[Node]:
     """A node that lives for the block; `settings` are of its endpoint."""
     authorizer = authorizer or allow_any()
-    placed = {"placement": "process" if preferred == PROCESS else "loop"}
+    placed: dict[str, Any] = {"placement": "loop"}
+    if preferred == PROCESS:
+        placed = {"placement": "process", "share": shared}
     settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | placed | settings
     config = EndpointConfig(**settings)
     async with AsyncExitStack() as stack:

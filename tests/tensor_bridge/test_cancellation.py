@@ -96,6 +96,7 @@ async def moves() -> AsyncIterator[Moves]:
         "authorizer": Hesitant(),
         "stream_window": 64 << 10,
         "send_buffer": 64 << 10,
+        "liveness": 10.0,  # what is left behind is counted, links too
     }
     async with together(node(**small), node(**small), node(**small)) as (a, b, client):
         at_a, at_b = await client.client(a, reconnect=True), await client.client(b, reconnect=True)

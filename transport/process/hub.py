@@ -41,6 +41,9 @@ MAX_PROGRAMS = 64
 SETUP_SECONDS = 2.0
 """How long a program may take to say what it wants, once it has come."""
 
+ACCEPT_SECONDS = 0.1
+"""How long to wait before one is taken that could not be."""
+
 IDLE_SECONDS = 60.0
 """How long to stay without a program: the next one is served at once until then."""
 
@@ -104,10 +107,13 @@ class Hub:
     async def _accept(self, programs: TaskGroup) -> None:
         while True:
             await anyio.wait_readable(self._listener)
-            with contextlib.suppress(OSError):  # it was another's, or is gone again
+            try:
                 control, _ = self._listener.accept()
-                self._programs += 1
-                programs.start_soon(self._receive, control)
+            except OSError:  # it is gone again, or there are too many descriptors
+                await anyio.sleep(ACCEPT_SECONDS)
+                continue
+            self._programs += 1
+            programs.start_soon(self._receive, control)
 
     async def _receive(self, control: socket.socket) -> None:
         given: list[int] = []

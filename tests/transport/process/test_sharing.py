@@ -356,6 +356,22 @@ async def test_who_can_not_be_served_is_told_why(
         await eventually(lambda: not serves._servers and process_holdings() == before)
 
 
+async def test_a_program_that_talks_nonsense_is_parted_with_alone(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(path) as serves, endpoint() as listener:
+        async with shared(path) as one, shared(path) as other:
+            connections = [await node.connect(at(listener)) for node in (one, other)]
+            channel = engine(one)._channel
+            assert channel is not None
+            channel.socket.send(b"nonsense")
+            with anyio.fail_after(5):
+                assert isinstance(await connections[0].wait_closed(), EndpointLost)
+            assert await connections[1].call("echo", 1) == 1
+            assert len(serves._servers) == 1
+        assert "could not be served any more" in caplog.text
+
+
 async def test_a_process_of_another_user_is_given_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
