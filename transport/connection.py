@@ -162,6 +162,13 @@ class Connection:
         return ended is not None and ended.by is EndedBy.REMOTE and ended.code == AppCode.CANCELLED
 
     @property
+    def was_left(self) -> bool:
+        """Whether the peer said that it is gone for good: its node was closed, or its program."""
+        ended = self.core.ended
+        left = (AppCode.LEFT, AppCode.GONE)
+        return ended is not None and ended.by is EndedBy.REMOTE and ended.code in left
+
+    @property
     def remote_address(self) -> SocketAddress:
         """The peer's address now in use; it changes when the peer migrates."""
         return self.core.remote_address or self._address

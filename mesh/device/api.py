@@ -300,8 +300,7 @@ async def _begin(node: Node, peer: Peer) -> _Peering:
     with anyio.move_on_after(LANE_SECONDS), contextlib.suppress(MeshError):
         await node.lanes.meet(await peer.connection())
     session = Session(partial(node.label, peer.node_id))
-    patience = node.endpoint.config.liveness
-    carrier = StreamCarrier(session, partial(node.dial, peer.node_id), patience=patience)
+    carrier = StreamCarrier(session, partial(node.dial, peer.node_id, once=True))
     carrier.mover = Mover(node, peer, session, carrier.number)
     session.carry_by(carrier)
     await carrier.begin()

@@ -20,10 +20,27 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from auth import MeshError
+from mesh.errors import UnknownPeer
 from mesh.tasks import helpers
-from transport import ProtocolError, Stream, StreamReset
+from transport import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    IdentityInUse,
+    PeerLost,
+    ProtocolError,
+    Stream,
+    StreamReset,
+    Unreachable,
+)
 
-__all__ = ["Link"]
+__all__ = ["BROKEN", "Link"]
+
+BROKEN = (
+    *(PeerLost, ConnectionClosed, StreamReset, DeadlineExceeded),
+    *(Unreachable, UnknownPeer, IdentityInUse),
+)
+"""How a stream breaks, or another can't be opened yet: nobody has given the session up. A peer that
+still believes in a connection of before takes one from another address for a theft of the key."""
 
 MAX_FRAME = (1 << 20) + 64
 """Bytes of a payload: a batch or an answer."""

@@ -2,7 +2,7 @@
 
 Threads of the program hand batches over and go on; they wait only when a full window of them is on
 its way. When the connection breaks, the carrier opens another, and the session goes on where it
-was, for as long as the peer keeps it.
+was, for as long as the peer keeps it: for the lease that it tells when the session begins.
 """
 
 from __future__ import annotations
@@ -25,19 +25,14 @@ from mesh.device import wire
 from mesh.device.client.moving import Mover
 from mesh.device.client.session import Session
 from mesh.device.errors import DeviceError, SessionLost
-from mesh.device.link import Link
+from mesh.device.link import BROKEN, Link
 from mesh.tasks import helpers
 from tensor_bridge.fields import Fields
 from transport import (
     Backoff,
     CborValue,
     Connection,
-    ConnectionClosed,
-    DeadlineExceeded,
-    PeerLost,
     Stream,
-    StreamReset,
-    Unreachable,
 )
 
 __all__ = ["TICK", "StreamCarrier"]
@@ -54,12 +49,15 @@ TICKS_AWAKE = 50
 NAP = 0.1
 """Seconds after which a sleeping carrier looks for handles to be released, which wake nobody."""
 
-AFTER_SILENCE = 1.0
-"""Seconds that remain to reconnect with a peer that was silent for the whole liveness bound."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
+"""Seconds between two tries to reconnect."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+FIRST_TRY, LONGEST_TRY = 1.0, 8.0
+"""Seconds that such a try may take, which double each time. A handshake that began while there was
+no way repeats itself ever more rarely, so that a new one is there before it."""
 
-_BROKEN = (PeerLost, ConnectionClosed, StreamReset, Unreachable, DeadlineExceeded)
+MAX_LEASE = 3600.0
+"""The longest that a peer can have this program wait for it."""
 
 _log = logging.getLogger("quicmesh.device")
 
@@ -69,9 +67,7 @@ class StreamCarrier:
 
     Args:
         session: what is carried.
-        connect: returns an open connection with the peer.
-        patience: seconds without one after which all is lost: the liveness bound. The peer keeps
-            the session longer.
+        connect: returns an open connection with the peer, or fails after a single try.
 
     Attributes:
         number: what the peer knows the session by.
@@ -82,12 +78,10 @@ class StreamCarrier:
         self,
         session: Session,
         connect: Callable[[], Awaitable[Connection]],
-        *,
-        patience: float,
     ) -> None:
         self._session = session
         self._connect = connect
-        self._patience = patience
+        self._lease = 0.0
         self.number = secrets.token_bytes(16)
         self.mover: Mover | None = None
         self._link = Link(self._take)
@@ -207,29 +201,40 @@ class StreamCarrier:
     async def _keep_carrying(self) -> None:
         assert self._first is not None, "begin comes first"
         stream, received = self._first
-        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             try:
                 async with stream:
-                    backoff.reset()
                     await self._link.carry(stream, received)
                 return
-            except _BROKEN as error:
-                cause, left = error, self._patience
-                if isinstance(error, PeerLost):
-                    left = min(left, AFTER_SILENCE)
-            until = anyio.current_time() + left
-            while True:
-                if self._session.error is not None:
-                    return
-                if anyio.current_time() >= until:
-                    raise cause
-                try:
-                    with anyio.fail_after(until - anyio.current_time()):
-                        stream, received = await self._open(new=False)
-                    break
-                except (*_BROKEN, TimeoutError):
-                    await anyio.sleep(backoff.pause())
+            except BROKEN as error:
+                cause = error
+            if stream.connection.was_left:
+                raise cause  # its sessions went with it
+            again = await self._open_again(cause)
+            if again is None:
+                return
+            stream, received = again
+
+    async def _open_again(self, cause: MeshError) -> tuple[Stream, int] | None:
+        """Open another stream; None if the session is closed meanwhile.
+
+        Raises:
+            MeshError: `cause`, once the lease is over; or the peer does not have the session.
+        """
+        until = anyio.current_time() + self._lease
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        patience = FIRST_TRY
+        while self._session.error is None:
+            left = until - anyio.current_time()
+            if left <= 0:
+                raise cause
+            try:
+                with anyio.fail_after(min(patience, left)):
+                    return await self._open(new=False)
+            except (*BROKEN, TimeoutError):
+                patience = min(2 * patience, LONGEST_TRY)
+                await anyio.sleep(backoff.pause())
+        return None
 
     async def _open(self, *, new: bool) -> tuple[Stream, int]:
         connection = await self._connect()
@@ -250,6 +255,7 @@ class StreamCarrier:
         received = fields.integer("received")
         self.devices = [each for each in fields.items("devices", 1024) if isinstance(each, dict)]
         self._session.moves = fields.flag("moves")
+        self._lease = min(fields.integer("lease") / 1000, MAX_LEASE)
         fields.finish()
         return received
 

@@ -7,8 +7,9 @@ From then on the operation is a template, and calling it again is to send a few 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -285,11 +286,11 @@ class _Inference:
             and torch.Tag.data_dependent_output not in tags
         )
         if self.is_static:
-            meta_args = [self._meta(value) for value in args]
-            meta_kwargs = {key: self._meta(value) for key, value in kwargs.items()}
+            self._meta_args = [self._meta(value) for value in args]
+            self._meta_kwargs = {key: self._meta(value) for key, value in kwargs.items()}
             try:
                 with torch.no_grad():
-                    self._results = operator(*meta_args, **meta_kwargs)
+                    self._results = operator(*self._meta_args, **self._meta_kwargs)
             except NotImplementedError:
                 self.is_static = False
         self._check_writes()
@@ -298,7 +299,7 @@ class _Inference:
         """Return what the operator makes, and what its call returns."""
         for meta, tensor in self._metas:
             if meta.shape != tensor.shape:
-                raise Resize(tensor, meta.shape, meta.stride())
+                raise Resize(tensor, meta.shape, self._strides_grown(meta))
         outputs: list[wire.Output] = []
         position = 0
 
@@ -328,6 +329,26 @@ class _Inference:
         if isinstance(plan, int):
             return tuple(outputs), plan
         return tuple(outputs), _builder(plan, list)
+
+    def _strides_grown(self, out: torch.Tensor) -> Sequence[int]:
+        """Return the strides that an ``out=`` argument takes when it gets another shape.
+
+        They are those of a result that the operator makes itself, as on a CPU. What torch infers
+        with ``out=`` forgets about the layout of the other arguments.
+        """
+        plain = _without_out(self._operator)
+        if plain is None:
+            return out.stride()
+        rest = {key: v for key, v in self._meta_kwargs.items() if key not in plain.left_out}
+        try:
+            with torch.no_grad():
+                made = plain.operator(*self._meta_args, **rest)
+        except NotImplementedError:
+            return out.stride()
+        results = made if isinstance(made, list | tuple) else (made,)
+        given = [self._meta_kwargs.get(name) for name in plain.left_out]
+        strides = (each.stride() for each, one in zip(results, given, strict=True) if one is out)
+        return next(strides, out.stride())
 
     def _place(self, result: torch.Tensor) -> int | str | tuple[int, int] | None:
         """Return which argument a result is, if it is one."""
@@ -379,6 +400,28 @@ class _Inference:
                     f"{operator_name(self._operator)} would write to a tensor on the CPU what is "
                     "made of tensors on a mesh device"
                 )
+
+
+class _Plain(NamedTuple):
+    """An operator that makes what another writes into the arguments `left_out`."""
+
+    operator: Any
+    left_out: tuple[str, ...]
+
+
+@functools.cache
+def _without_out(operator: Any) -> _Plain | None:
+    """Return the form of an operator that makes its results; None if it has none."""
+    arguments = operator._schema.arguments
+    outs = tuple(each.name for each in arguments if each.is_out)
+    wanted = [(each.name, str(each.type)) for each in arguments if not each.is_out]
+    packet = operator.overloadpacket
+    for name in packet.overloads():
+        form = getattr(packet, name)
+        taken = [(each.name, str(each.type)) for each in form._schema.arguments]
+        if outs and taken == wanted and len(form._schema.returns) == len(outs):
+            return _Plain(form, outs)
+    return None
 
 
 _NORMS = frozenset(

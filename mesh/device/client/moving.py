@@ -23,9 +23,10 @@ from auth import MeshError
 from mesh.device.client.session import Order, Request, Session
 from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
 from mesh.device.handover import ARRIVED_CALL, Arrived, PutIn, Taken, TakeOut, transit_name
-from tensor_bridge import QuotaExceeded, TensorClient, TensorMeta, TensorRef
+from mesh.device.link import BROKEN
+from tensor_bridge import QuotaExceeded, TensorMeta, TensorRef
 from tensor_bridge.lanes import sealed_snapshot
-from transport import CborValue
+from transport import Backoff, CborValue
 
 if TYPE_CHECKING:
     from mesh.node import Node
@@ -49,6 +50,9 @@ MAX_UNDERWAY, MAX_UNDERWAY_BYTES = 32, 256 << 20
 MAX_AHEAD = 4
 """How many times as many the loop's own thread, which can't wait, may begin."""
 
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between two tries when the link has broken."""
+
 ROOM_SECONDS, ROOM_PAUSE = 5.0, 0.01
 """How long an upload waits for others to leave the peer's store, and between two tries."""
 
@@ -59,7 +63,7 @@ _NOTHING = TensorMeta(torch.uint8, (0,), (0,))
 
 _log = logging.getLogger("quicmesh.device")
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Mover:
@@ -218,7 +222,7 @@ class Mover:
             failed = DeviceError("a move between devices", why=f"{type(error).__name__} here")
             arrived = Arrived(self.number, arrival, error=failed)
         try:
-            await self._persist(lambda: self._report(arrived))
+            await _persist(lambda: self._report(arrived), self)
             object_id = None  # it is the session's now
         except MeshError as error:
             why = f"what was moved to it did not arrive: {error}"
@@ -229,35 +233,53 @@ class Mover:
 
     async def _discard(self, object_id: str) -> None:
         """Have the peer let go of what has arrived and is for nobody."""
-        if self.node.endpoint.connection(self.peer.node_id) is None:
-            return  # it goes with the connection
-        with anyio.move_on_after(DISCARD_SECONDS, shield=True), contextlib.suppress(MeshError):
-            there = await self.peer.tensors()
-            await there.delete(TensorRef(self.peer.node_id, object_id, 0, _NOTHING))
+        await self._delete(TensorRef(self.peer.node_id, object_id, 0, _NOTHING))
+
+    async def _delete(self, held: TensorRef) -> None:
+        """Have the peer let go of a tensor in its store; at the end of all, if it can be told."""
+        try:
+            await _persist(partial(self._let_go, held), self)
+        except MeshError:
+            _log.debug("a moved tensor was not deleted", exc_info=True)
+        except BaseException:
+            if self.node.endpoint.connection(self.peer.node_id) is not None:
+                with (
+                    anyio.move_on_after(DISCARD_SECONDS, shield=True),
+                    contextlib.suppress(MeshError),
+                ):
+                    await self._let_go(held)
+            raise
+
+    async def _let_go(self, held: TensorRef) -> None:
+        await (await self.peer.tensors()).delete(held)
 
     async def _send_up(self, snapshot: torch.Tensor) -> str:
         deadline = anyio.current_time() + ROOM_SECONDS
         while True:
             try:
                 async with self._turns:
-                    ref = await (await self.peer.tensors()).put(
-                        snapshot, name=transit_name(self.number), shareable=True
-                    )
-                return ref.object_id
+                    return await _persist(partial(self._put, snapshot), self)
             except QuotaExceeded:
                 if self._count <= 1 or anyio.current_time() > deadline:
                     raise
                 await anyio.sleep(ROOM_PAUSE)  # what was begun before it takes the room now
 
+    async def _put(self, snapshot: torch.Tensor) -> str:
+        there = await self.peer.tensors()
+        ref = await there.put(snapshot, name=transit_name(self.number), shareable=True)
+        return ref.object_id
+
     async def _bring(self, source: Mover, request: Request, meta: TensorMeta) -> str:
         held = await source._held(request, meta)
-        there: TensorClient = await source.peer.tensors()
+
+        async def copy() -> TensorRef:
+            there, target = await source.peer.tensors(), await self.peer.tensors()
+            return await there.copy_to(held, target, name=transit_name(self.number))
+
         try:
-            target = await self.peer.tensors()
-            copy = await there.copy_to(held, target, name=transit_name(self.number))
+            return (await _persist(copy, source, self)).object_id
         finally:
-            await _delete(there, held)
-        return copy.object_id
+            await source._delete(held)
 
     async def _bring_down(
         self,
@@ -269,14 +291,13 @@ class Mover:
     ) -> None:
         try:
             held = await self._held(request, meta)
-            there = await self.peer.tensors()
             try:
-                tensor = await there.get(held, copy=False)
+                tensor = await _persist(partial(self._get, held), self)
                 await anyio.to_thread.run_sync(partial(target.copy_, tensor))
                 _settle(landed, None)
             finally:
                 over()
-                await _delete(there, held)
+                await self._delete(held)
         except MeshError as error:
             _settle(landed, error)
         except Exception as error:
@@ -287,6 +308,9 @@ class Mover:
             over()
             _settle(landed, SessionLost("a move from a device", why="its node was closed"))
 
+    async def _get(self, held: TensorRef) -> torch.Tensor:
+        return await (await self.peer.tensors()).get(held, copy=False)
+
     async def _held(self, request: Request, meta: TensorMeta) -> TensorRef:
         """Wait until a tensor was taken out of the device into the store of its node."""
         taken = Taken.decode(await answered(request.future))
@@ -296,17 +320,26 @@ class Mover:
         connection = await self.peer.connection()
         await connection.call(ARRIVED_CALL, arrived.encode(), timeout=REPORT_SECONDS)
 
-    async def _persist(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Try twice: the link may break, and the peer would wait without end."""
+
+async def _persist(attempt: Callable[[], Awaitable[_T]], *movers: Mover) -> _T:
+    """Try until it is done, as often as a link to a peer breaks, while there are the sessions.
+
+    Raises:
+        MeshError: what the last try raised.
+    """
+    backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+    while True:
+        links = [mover.node.endpoint.connection(mover.peer.node_id) for mover in movers]
         try:
-            await attempt()
-        except (SessionLost, DeviceError):
-            raise
-        except MeshError:
-            await attempt()
+            return await attempt()
+        except BROKEN:
+            stand = all(link is not None and link.closed is None for link in links)
+            if stand or any(mover._session.error is not None for mover in movers):
+                raise
+        await anyio.sleep(backoff.pause())
 
 
-async def answered(future: Future[T]) -> T:
+async def answered(future: Future[_T]) -> _T:
     """Wait in an event loop for what its own thread will bring.
 
     Raises:
@@ -320,14 +353,6 @@ async def answered(future: Future[T]) -> T:
 
 async def _interrupted() -> str:
     raise DeviceError("a move into a device", why="the call that began it was interrupted")
-
-
-async def _delete(there: TensorClient, held: TensorRef) -> None:
-    with anyio.move_on_after(REPORT_SECONDS, shield=True):
-        try:
-            await there.delete(held)
-        except MeshError:
-            _log.debug("a moved tensor was not deleted", exc_info=True)
 
 
 def _settle(future: Future[CborValue], error: MeshError | None) -> None:

@@ -15,6 +15,7 @@ from mesh.device import wire
 from mesh.device.errors import DeviceError, SessionLost
 from mesh.device.groups.service import GroupService
 from mesh.device.handover import ARRIVED_CALL, Arrived
+from mesh.device.link import BROKEN
 from mesh.device.server.executor import ExecutorLimits
 from mesh.device.server.machine import MachineLimits
 from mesh.device.server.nursery import CAN_HAND_OVER, Executor, Nursery
@@ -23,13 +24,11 @@ from tensor_bridge import TensorStore
 from tensor_bridge.fields import Fields
 from transport import (
     CborValue,
-    ConnectionClosed,
-    DeadlineExceeded,
     Endpoint,
     EndpointEvent,
     Incoming,
     LimitExceeded,
-    PeerLost,
+    PeerLeft,
     PeerRevoked,
     ProtocolError,
 )
@@ -55,14 +54,15 @@ class DeviceLimits:
 
     Attributes:
         executor: each session.
-        max_sessions: sessions in all.
-        max_sessions_per_peer: the same for one peer.
-        lease: seconds for which a session is kept when its client is gone.
+        max_sessions: sessions in all. Each program has one, over all of the devices.
+        max_sessions_per_machine: the same for the programs of one machine.
+        lease: seconds for which a session is kept when its client is gone, and for which a client
+            tries to come back.
     """
 
     executor: ExecutorLimits = dataclasses.field(default_factory=ExecutorLimits)
     max_sessions: int = 64
-    max_sessions_per_peer: int = 4
+    max_sessions_per_machine: int = 8
     lease: float = 30.0
 
 
@@ -96,7 +96,8 @@ class DeviceService:
         self._names = tuple(devices)
         self._nursery = Nursery(endpoint.start_soon)
         self._sessions: dict[tuple[NodeId, bytes], ServerSession] = {}
-        self._starting: set[tuple[NodeId, bytes]] = set()
+        self._starting: dict[tuple[NodeId, bytes], NodeId] = {}
+        """Sessions that begin, and the machines of their programs."""
         self._facts: list[CborValue] = []
         self._is_closed = False
         self._shared_memory = shared_memory
@@ -181,37 +182,43 @@ class DeviceService:
             and permits("tensor:read")
         )
         await request.stream.send_reply(
-            {"received": session.link.received, "devices": list(self._facts), "moves": moves}
+            {
+                "received": session.link.received,
+                "devices": list(self._facts),
+                "moves": moves,
+                "lease": round(1000 * self.limits.lease),
+            }
         )
         try:
             async with request.stream:
                 await session.carry(request.stream, received)
-        except (PeerLost, ConnectionClosed, DeadlineExceeded):
+        except BROKEN:
             raise  # it may come back
         except MeshError:
             session.close()  # it has given the session up
             raise
 
     async def _start(self, request: Incoming, key: tuple[NodeId, bytes]) -> ServerSession:
-        owner = key[0]
         if key in self._starting:
             raise ProtocolError("a session with a device", why="it is opened twice at once")
-        open_ones = [*self._sessions, *self._starting]
-        held, total = sum(each == owner for each, _ in open_ones), len(open_ones)
-        quota = self.limits.max_sessions_per_peer
+        machine = request.peer.machine_id  # which may have as many programs as it likes
+        machines = [each.owner.machine_id for each in self._sessions.values()]
+        machines += self._starting.values()
+        held, total = machines.count(machine), len(machines)
+        quota = self.limits.max_sessions_per_machine
         if held >= quota or total >= self.limits.max_sessions:
             raise LimitExceeded(
                 "a session with a device",
-                why=f"{held} of {quota} sessions of this peer are open, and {total} of "
-                f"{self.limits.max_sessions} in all",
+                why=f"{held} of {quota} sessions of programs of this machine are open, and {total} "
+                f"of {self.limits.max_sessions} in all",
                 fix="Close one, or wait until the lease of one is over.",
             )
         limits = _within(self.limits.executor, request.grant.quotas)
-        self._starting.add(key)
+        self._starting[key] = machine
         try:
             executor = await self._nursery.start(list(self._names), limits)
         finally:
-            self._starting.discard(key)
+            self._starting.pop(key, None)
         if self._is_closed:
             executor.kill()
             raise _unknown()
@@ -234,10 +241,15 @@ class DeviceService:
                         session.abandon()
 
     def _observe(self, event: EndpointEvent) -> None:
-        if isinstance(event, PeerRevoked):
-            for session in tuple(self._sessions.values()):
-                if event.node_id in session.owners:
-                    session.close()
+        match event:
+            case PeerRevoked(node_id):
+                for session in tuple(self._sessions.values()):
+                    if node_id in session.owners:
+                        session.close()
+            case PeerLeft(connection) if connection.was_left:
+                for session in tuple(self._sessions.values()):
+                    if connection.peer.node_id == session.owner.node_id:
+                        session.abandon()
 
 
 def _unknown() -> SessionLost:

@@ -135,6 +135,8 @@ class ServerSession:
         self._behind = 0
         self._taking: dict[int, _TakingOut] = {}
         self._arrived: dict[int, Arrived] = {}
+        self._placed: deque[int] = deque(maxlen=MAX_ARRIVALS)
+        """Those that were the latest to be passed on."""
 
     @property
     def executor(self) -> Executor:
@@ -202,7 +204,9 @@ class ServerSession:
         Raises:
             LimitExceeded: too much has, and it was not the turn of any of it.
         """
-        if len(self._arrived) >= MAX_ARRIVALS or arrived.arrival in self._arrived:
+        if arrived.arrival in self._arrived or arrived.arrival in self._placed:
+            return  # told once more, since the link broke before the client heard of the first
+        if len(self._arrived) >= MAX_ARRIVALS:
             raise LimitExceeded(
                 "an arrival for a device", why=f"{len(self._arrived)} wait for their turn"
             )
@@ -301,6 +305,7 @@ class ServerSession:
         self._urgent.append(frame)
         self._drop(arrived)
         del self._arrived[arrived.arrival]
+        self._placed.append(arrived.arrival)
         del self._awaited[arrived.arrival]
         if not self._awaited:
             self._behind = 0

@@ -66,10 +66,11 @@ def peer(
     max_bytes: int = 1 << 30,
     shares_memory: bool = True,
     liveness: float = CONFIG.liveness,
+    backend: str = "asyncio",
 ) -> Iterator[Peer]:
-    """Run a peer for the block."""
+    """Run a peer for the block, on the event loop `backend`."""
     arguments = ["-m", "tests.mesh.device.peer", str(devices), str(lease), str(max_bytes)]
-    arguments += [str(int(shares_memory)), str(liveness)]
+    arguments += [str(int(shares_memory)), str(liveness), backend]
     with Program(arguments, stdin=True, stderr=False) as program:
         assert program.stdout is not None
         try:
@@ -81,16 +82,19 @@ def peer(
             program.kill()
 
 
-def client(liveness: float = CONFIG.liveness, *, shared_memory: bool = True) -> blocking.Node:
-    """A program's node, not open yet."""
+def client(
+    liveness: float = CONFIG.liveness, *, shared_memory: bool = True, backend: str = "asyncio"
+) -> blocking.Node:
+    """A program's node, not open yet; its thread's event loop is `backend`."""
     config = dataclasses.replace(CONFIG, liveness=liveness)
-    return blocking.Node.embedded(
+    node = Node.embedded(
         key=SecretKey.generate(),
         authorizer=allow_any(),
         config=config,
         tensors=False,
         shared_memory=shared_memory,
     )
+    return blocking.Node(node, backend=backend)
 
 
 class _Admit:
@@ -164,4 +168,5 @@ if __name__ == "__main__":
         int(sys.argv[3]),
         sys.argv[4] == "1",
         float(sys.argv[5]),
+        backend=sys.argv[6],
     )

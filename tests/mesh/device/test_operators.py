@@ -46,7 +46,7 @@ def test_some_operators(d: torch.device) -> None:
 
 @pytest.fixture(scope="module")
 def distant() -> Iterator[torch.device]:
-    with peer(devices=1, max_bytes=4 << 30) as there, client() as node:
+    with peer(devices=1, max_bytes=4 << 30, liveness=10.0) as there, client(10.0) as node:
         yield mesh.device(there.ticket, node=node)
     devices.clear()
 

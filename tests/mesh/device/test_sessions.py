@@ -209,15 +209,15 @@ def test_hostile_sessions_end_and_others_do_not(there: Peer, node: blocking.Node
     eventually(lambda: there.sizes()["executors"] == 1)
 
 
-def test_sessions_of_one_peer_are_few(there: Peer, node: blocking.Node) -> None:
+def test_sessions_of_one_machine_are_few(there: Peer, node: blocking.Node) -> None:
     opened = []
-    for _ in range(4):
+    for _ in range(8):
         opened.append(mesh.device(there.ticket, node=node))
         api._peerings.clear()
-    with pytest.raises(LimitExceeded, match="4 of 4 sessions of this peer are open"):
+    with pytest.raises(LimitExceeded, match="8 of 8 sessions of programs of this machine"):
         mesh.device(there.ticket, node=node)
     mesh.device.close(opened[0])
-    eventually(lambda: there.sizes()["device_sessions"] == 3)
+    eventually(lambda: there.sizes()["device_sessions"] == 7)
     assert torch.ones(1, device=mesh.device(there.ticket, node=node)).item() == 1
 
 

@@ -209,6 +209,32 @@ def foreach(d: Any) -> Any:
     return xs, torch._foreach_norm(xs), torch._foreach_addcdiv(xs, xs, [x + 1 for x in xs], 0.5)
 
 
+GROWN = (
+    *(torch.add, torch.mul, torch.maximum, torch.atan2, torch.fmod, torch.mm, torch.div),
+    lambda x, y, out: torch.sin(x, out=out),
+    lambda x, y, out: torch.mul(x, 2, out=out),
+    lambda x, y, out: torch.clamp(x, 0, 1, out=out),
+    lambda x, y, out: torch.where(x > 0, x, y, out=out),
+    lambda x, y, out: torch.cumsum(x, 0, out=out),
+    lambda x, y, out: torch.sum(x, 0, keepdim=True, out=out),
+    lambda x, y, out: torch.cat([x, y], out=out),
+    lambda x, y, out: torch.sort(x, out=(out, torch.empty(0, dtype=torch.long, device=x.device))),
+)
+
+
+@pytest.mark.parametrize("work", GROWN)
+def test_what_grows_takes_the_layout_that_torch_gives_it(work: Any, d: torch.device) -> None:
+    def grown(device: Any) -> torch.Tensor:
+        x, y = torch.arange(9.0).view(3, 3).t(), torch.ones(3, 3).t()
+        out = torch.empty(0, device=device)
+        work(x.to(device), y.to(device), out=out)
+        return out
+
+    here, there = grown("cpu"), grown(d)
+    assert there.stride() == here.stride()
+    assert torch.equal(there.cpu(), here)
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 @pytest.mark.parametrize(
     "program",
