@@ -116,6 +116,8 @@ class ServerSession:
         self.owner = owner
         self._number = number
         self._is_abandoned = False
+        self._is_over = False
+        """Whether the executor has ended, so that nothing is passed on to it any more."""
         self.link = Link(self._take)
         self.detached_at: float | None = None
         self.ended = anyio.Event()
@@ -155,6 +157,7 @@ class ServerSession:
                 async with helpers() as self._tasks:
                     self._tasks.start_soon(self._feed)
                     await self._read_answers()
+                    self._is_over = True
                 await self._say_farewell()
         except Exception:  # of one session's, and no reason to end the others
             _log.exception("a session with a device of %s failed", self.owner)
@@ -212,7 +215,7 @@ class ServerSession:
             )
         self._arrived[arrived.arrival] = arrived
         if arrived.arrival in self._awaited:
-            self._tasks.start_soon(self._pass_on, arrived)
+            self._begin_to_pass_on(arrived)
 
     # -- towards the executor
 
@@ -296,6 +299,10 @@ class ServerSession:
         self._awaited[order.arrival] = order
         arrived = self._arrived.get(order.arrival)
         if arrived is not None:
+            self._begin_to_pass_on(arrived)
+
+    def _begin_to_pass_on(self, arrived: Arrived) -> None:
+        if not self._is_over:  # its client is about to hear why
             self._tasks.start_soon(self._pass_on, arrived)
 
     async def _pass_on(self, arrived: Arrived) -> None:
