@@ -25,6 +25,7 @@ from transport.errors import (
     ProtocolError,
     Unreachable,
 )
+from transport.protocol import NOTHING_LISTENS
 
 __all__ = ["Dialer"]
 
@@ -197,6 +198,10 @@ class _Flight:
         )
         error.attempts = attempts
         error.answered = self._strangers > 0
+        found = set(attempts.values())
+        error.is_refused = (
+            NOTHING_LISTENS in found and NO_ANSWER not in found and not error.answered
+        )
         return error
 
     def _advice(self, attempts: dict[str, str]) -> str:

@@ -72,13 +72,15 @@ class Unreachable(TransportError):
     """No address led to the peer.
 
     ``attempts`` maps each address tried to what happened there; ``answered`` says whether something
-    spoke at one of them and did not prove to be the peer.
+    spoke at one of them and did not prove to be the peer, ``is_refused`` whether its host reports
+    that nothing listens there, and no address is silent: the peer has ended.
     """
 
     code = "unreachable"
     exit_code = 3
     attempts: Mapping[str, str] = MappingProxyType({})
     answered: bool = False
+    is_refused: bool = False
 
 
 class ConnectTimeout(Unreachable):

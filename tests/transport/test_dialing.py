@@ -254,6 +254,7 @@ async def test_every_address_is_named_with_its_own_error() -> None:
             assert "nothing listens" in caught.value.attempts[f"127.0.0.1:{refused[1]}"]
             assert other.node_id.short in caught.value.attempts[f"127.0.0.1:{other.port}"]
             assert caught.value.attempts[f"127.0.0.1:{mute[1]}"] == "no answer"
+            assert not caught.value.is_refused
             assert target.node_id.short in text
 
 
@@ -267,6 +268,7 @@ async def test_a_closed_port_is_known_long_before_the_deadline() -> None:
                 )
             assert time.monotonic() - began < 1.0
             assert not isinstance(caught.value, ConnectTimeout)
+            assert caught.value.is_refused
 
 
 async def test_an_address_that_never_answers_is_named_at_the_deadline() -> None:

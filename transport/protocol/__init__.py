@@ -6,9 +6,17 @@ from a quiet one. Two ends can be run against each other in one thread under a v
 is how the tests do it.
 """
 
-from transport.protocol.connection import ConnectionCore
+from transport.protocol.connection import NOTHING_LISTENS, ConnectionCore
 from transport.protocol.demux import Demultiplexer, Dropped, Reply
 from transport.protocol.liveness import Liveness
 from transport.protocol.streams import StreamCore
 
-__all__ = ["ConnectionCore", "Demultiplexer", "Dropped", "Liveness", "Reply", "StreamCore"]
+__all__ = [
+    "NOTHING_LISTENS",
+    "ConnectionCore",
+    "Demultiplexer",
+    "Dropped",
+    "Liveness",
+    "Reply",
+    "StreamCore",
+]

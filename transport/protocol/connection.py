@@ -25,7 +25,10 @@ from transport.protocol.events import (
 from transport.protocol.liveness import Liveness, Verdict
 from transport.protocol.streams import StreamCore
 
-__all__ = ["ConnectionCore"]
+__all__ = ["NOTHING_LISTENS", "ConnectionCore"]
+
+NOTHING_LISTENS = "the host reports that nothing listens there"
+"""How a handshake ends whose host reports the port closed."""
 
 CERTIFICATE_REQUIRED = 0x100 + 116
 """CRYPTO_ERROR carrying the TLS alert certificate_required (RFC 9001 section 4.8)."""
@@ -240,7 +243,7 @@ class ConnectionCore:
     def suspect(self, now: float) -> None:
         """The peer's host reported its port closed: ask at once, decide soon."""
         if self.peer is None:
-            self.abandon("the host reports that nothing listens there")
+            self.abandon(NOTHING_LISTENS)
         elif self.ended is None:
             self._liveness.suspect(now, 2 * self.quic.probe_timeout)
 

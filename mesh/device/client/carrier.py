@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -33,6 +34,7 @@ from transport import (
     CborValue,
     Connection,
     Stream,
+    Unreachable,
 )
 
 __all__ = ["TICK", "StreamCarrier"]
@@ -55,6 +57,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
 FIRST_TRY, LONGEST_TRY = 1.0, 8.0
 """Seconds that such a try may take, which double each time. A handshake that began while there was
 no way repeats itself ever more rarely, so that a new one is there before it."""
+
+REFUSED_SECONDS = 3.0
+"""How long the peer's host has to say that nothing listens there until that is believed: such a
+report can be forged."""
 
 MAX_LEASE = 3600.0
 """The longest that a peer can have this program wait for it."""
@@ -219,9 +225,11 @@ class StreamCarrier:
         """Open another stream; None if the session is closed meanwhile.
 
         Raises:
-            MeshError: `cause`, once the lease is over; or the peer does not have the session.
+            MeshError: `cause`, once the lease is over, or the peer's process is; or the peer does
+                not have the session.
         """
         until = anyio.current_time() + self._lease
+        refused_until = math.inf
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         patience = FIRST_TRY
         while self._session.error is None:
@@ -231,7 +239,14 @@ class StreamCarrier:
             try:
                 with anyio.fail_after(min(patience, left)):
                     return await self._open(new=False)
-            except (*BROKEN, TimeoutError):
+            except (*BROKEN, TimeoutError) as error:
+                now = anyio.current_time()
+                if not isinstance(error, Unreachable) or not error.is_refused:
+                    refused_until = math.inf
+                elif refused_until == math.inf:
+                    refused_until = now + REFUSED_SECONDS
+                elif now >= refused_until:
+                    raise cause from error
                 patience = min(2 * patience, LONGEST_TRY)
                 await anyio.sleep(backoff.pause())
         return None

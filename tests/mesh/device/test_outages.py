@@ -131,6 +131,17 @@ def test_a_node_that_is_closed_frees_its_sessions_at_once(there: Peer) -> None:
     devices.clear()
 
 
+def test_a_peer_that_is_killed_is_told_of_long_before_the_lease_is_over() -> None:
+    with peer(devices=1, lease=600.0) as killed, client() as node:
+        x = torch.ones(1, device=mesh.device(killed.ticket, node=node))
+        assert x.item() == 1
+        killed.program.kill()
+        began = time.monotonic()
+        with pytest.raises(SessionLost, match=str(killed.ticket.node_id.short)):
+            x.cpu()
+        assert time.monotonic() - began < WITHIN
+
+
 def test_a_peer_that_is_closed_is_told_of_at_once() -> None:
     with peer(devices=1, lease=600.0) as leaving, client() as node:
         x = torch.ones(1, device=mesh.device(leaving.ticket, node=node))
