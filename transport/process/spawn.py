@@ -23,14 +23,17 @@ __all__ = ["Child", "spawn"]
 
 _BEGIN = """
 import sys
-root, path = sys.argv[1], sys.path
+end, path = sys.argv.index("--"), sys.path
+root, *theirs = sys.argv[1:end]
 others = [at for at, name in enumerate(path) if name.endswith(("site-packages", "dist-packages"))]
 path.insert(others[0] if others else len(path), root)
+path += [each for each in theirs if each not in path]
 from transport.process.__main__ import main
-main(sys.argv[2:])
+main(sys.argv[end + 1:])
 """
 """``python -m transport.process``, of this very installation, whatever else has its packages' names
-where the program was started, and behind the interpreter's own library."""
+where the program was started, and behind the interpreter's own library. What is needed of others
+may be where only the program has looked for it."""
 
 POLL_SECONDS = 0.01
 """How often to look whether it has ended, where the system can't tell."""
@@ -127,11 +130,13 @@ def _start(what: str, *given: int) -> tuple[Child, socket.socket]:
         raise _not_started("this interpreter does not know its own path", 'Use placement="loop".')
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     passed = [theirs.fileno(), *given]
-    root = str(Path(__file__).parents[2])
+    flags = ["-P", "-E"] if sys.flags.ignore_environment else ["-P"]
+    others = [each for each in sys.path if Path(each).is_absolute()]
+    where = [str(Path(__file__).parents[2]), *others]
     numbers = map(str, (os.getpid(), *passed))
     try:
         process = subprocess.Popen(  # noqa: S603 - of our own making
-            [sys.executable, "-P", "-c", _BEGIN, root, what, *numbers],
+            [sys.executable, *flags, "-c", _BEGIN, *where, "--", what, *numbers],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=passed,
