@@ -70,7 +70,7 @@ PLACEMENT = _placement(
 )
 """Where the packets of nodes in threads are moved, unless they are told. A loop that moves them at
 full rate takes the interpreter's lock from a training step, which a process does not. To start one
-takes some 0.4 s of a processor and 40 MB, for each node: its opening does not wait for that, but
+takes some 0.4 s of a processor and 30 MB, for each node: its opening does not wait for that, but
 its first connection does, for as long as that takes where processors are short. Where the machine's
 daemon runs, its programs share one."""
 

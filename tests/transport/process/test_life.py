@@ -197,14 +197,15 @@ sys.path += [each for each in json.loads(sys.argv.pop()) if each not in sys.path
 """
 
 
-@pytest.mark.parametrize("kind", ["bare", "isolated"])
+@pytest.mark.parametrize("kind", ["bare", "isolated", "shadowed"])
 async def test_it_finds_what_the_program_has_found_in_a_python_of_any_kind(
     kind: str, tmp_path: Path
 ) -> None:
     if kind == "bare":
         (tmp_path / "sitecustomize.py").write_text(BARE)
     else:
-        (tmp_path / "anyio.py").write_text("raise ImportError('it is of somebody else')")
+        name = "anyio.py" if kind == "isolated" else "transport.py"
+        (tmp_path / name).write_text("raise ImportError('it is of somebody else')")
     flags = ["-I"] if kind == "isolated" else []
     async with endpoint() as listener:
         listener.register_service("deaf", _deaf, scope="x")
