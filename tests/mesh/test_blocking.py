@@ -281,3 +281,20 @@ def test_where_packets_are_moved_unless_it_is_said(
     assert blocking.Node.client(home=home).node._config.share == (config()[1])
     monkeypatch.undo()
     assert ("process" if sys.platform == "linux" else "loop") == blocking.PLACEMENT
+
+
+@pytest.mark.parametrize(
+    ("system", "executable", "is_frozen", "where"),
+    [
+        ("linux", "/usr/bin/python3.12", False, "process"),
+        ("darwin", "/usr/bin/python3.12", False, "loop"),
+        ("linux", "/opt/app/python-app", True, "loop"),
+        ("linux", "/usr/bin/uwsgi", False, "loop"),
+        ("linux", "", False, "loop"),
+        ("linux", None, False, "loop"),
+    ],
+)
+def test_a_program_is_not_started_in_place_of_an_interpreter(
+    system: str, executable: str | None, is_frozen: bool, where: str
+) -> None:
+    assert blocking._placement(system, executable, is_frozen=is_frozen) == where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -45,11 +46,13 @@ def main(arguments: list[str]) -> None:
 
 
 def _watch(program: int) -> int | None:
-    """Return a descriptor that can be read once the program is gone."""
-    try:
+    """Return a descriptor that can be read once the program is gone; None where there are none.
+
+    The end of the socket to it tells the same, unless what the program has started holds that.
+    """
+    watch = None
+    with contextlib.suppress(OSError, AttributeError):  # or Python was built where there were none
         watch = os.pidfd_open(program)
-    except OSError:
-        return None
     if os.getppid() != program:  # gone before, and another may have its number
         sys.exit(0)
     return watch

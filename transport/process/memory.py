@@ -23,8 +23,6 @@ from transport.errors import ProtocolError
 if sys.platform == "linux":
     import fcntl
 
-    SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
 __all__ = ["SharedMemory", "map_memory"]
 
 TOTAL_BYTES = 256 << 20
@@ -42,13 +40,14 @@ class SharedMemory:
 
     Raises:
         OSError: the system has no such memory.
+        AttributeError: the interpreter was built where there was none.
     """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("quicmesh", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, TOTAL_BYTES)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _seals())
             self._map = mmap.mmap(self.descriptor, TOTAL_BYTES)
         except BaseException:
             os.close(self.descriptor)
@@ -126,9 +125,13 @@ def map_memory(descriptor: int) -> memoryview:
     """
     size = os.fstat(descriptor).st_size
     seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    if size != TOTAL_BYTES or seals & SEALS != SEALS:
+    if size != TOTAL_BYTES or seals & _seals() != _seals():
         raise ProtocolError("the endpoint process", why=f"shared memory of {size} bytes")
     return memoryview(mmap.mmap(descriptor, size))
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _address(view: memoryview) -> int:

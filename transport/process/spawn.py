@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import anyio
@@ -23,14 +24,13 @@ __all__ = ["Child", "spawn"]
 
 _BEGIN = """
 import sys
-root, path = sys.argv[1], sys.path
-others = [at for at, name in enumerate(path) if name.endswith(("site-packages", "dist-packages"))]
-path.insert(others[0] if others else len(path), root)
+end = sys.argv.index("--")
+given = sys.argv[1:end]
+sys.path[:] = given + [each for each in sys.path if each not in given]
 from transport.process.__main__ import main
-main(sys.argv[2:])
+main(sys.argv[end + 1:])
 """
-"""``python -m transport.process``, of this very installation, whatever else has its packages' names
-where the program was started, and behind the interpreter's own library."""
+"""``python -m transport.process``, of this very installation, finding what the program finds."""
 
 POLL_SECONDS = 0.01
 """How often to look whether it has ended, where the system can't tell."""
@@ -127,11 +127,11 @@ def _start(what: str, *given: int) -> tuple[Child, socket.socket]:
         raise _not_started("this interpreter does not know its own path", 'Use placement="loop".')
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     passed = [theirs.fileno(), *given]
-    root = str(Path(__file__).parents[2])
+    flags = ["-P", "-E"] if sys.flags.ignore_environment else ["-P"]
     numbers = map(str, (os.getpid(), *passed))
     try:
         process = subprocess.Popen(  # noqa: S603 - of our own making
-            [sys.executable, "-P", "-c", _BEGIN, root, what, *numbers],
+            [sys.executable, *flags, "-c", _BEGIN, *_path(), "--", what, *numbers],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=passed,
@@ -146,6 +146,19 @@ def _start(what: str, *given: int) -> tuple[Child, socket.socket]:
     finally:
         theirs.close()
     return Child(process), ours
+
+
+def _path() -> list[str]:
+    """Return where modules are looked for: the interpreter's library, here, where the program does.
+
+    Whatever else has the names of these packages is behind them.
+    """
+    library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    library |= {f"{each}/lib-dynload" for each in library}
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    known = [each for each in sys.path if Path(each).is_absolute()]
+    first = [each for each in known if each in library or Path(each).name == zipped]
+    return [*first, str(Path(__file__).parents[2]), *(each for each in known if each not in first)]
 
 
 def _not_started(why: str, fix: str) -> EndpointLost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
 import pytest
@@ -176,6 +178,47 @@ async def test_a_program_that_is_killed_takes_its_process_with_it(how: str) -> N
             with anyio.fail_after(1):
                 assert isinstance(await connection.wait_closed(), PeerLost)
             await eventually(lambda: is_gone(number), 1)
+
+
+BARE = """
+import fcntl, os, sys
+sys.path[:] = [each for each in sys.path if not each.endswith("site-packages")]
+for module in os, fcntl:
+    for name in [each for each in dir(module) if "SEAL" in each or "_open" in each]:
+        delattr(module, name)
+del os.memfd_create
+"""
+"""``sitecustomize.py``: of a Python that was built for an old system, as conda's is, and finds no
+packages by itself."""
+
+ELSEWHERE = """
+import json, sys
+sys.path += [each for each in json.loads(sys.argv.pop()) if each not in sys.path]
+"""
+
+
+@pytest.mark.parametrize("kind", ["bare", "isolated", "shadowed"])
+async def test_it_finds_what_the_program_has_found_in_a_python_of_any_kind(
+    kind: str, tmp_path: Path
+) -> None:
+    if kind == "bare":
+        (tmp_path / "sitecustomize.py").write_text(BARE)
+    else:
+        name = "anyio.py" if kind == "isolated" else "transport.py"
+        (tmp_path / name).write_text("raise ImportError('it is of somebody else')")
+    flags = ["-I"] if kind == "isolated" else []
+    async with endpoint() as listener:
+        listener.register_service("deaf", _deaf, scope="x")
+        where = [str(listener.node_id), str(listener.port), "alone", json.dumps(sys.path)]
+        async with await anyio.open_process(
+            [sys.executable, *flags, "-c", ELSEWHERE + PROGRAM, *where],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        ) as program:
+            assert program.stdout is not None
+            with anyio.fail_after(20):
+                said = await program.stdout.receive()
+            assert said.strip().isdigit(), said
+            program.kill()
 
 
 STOPPED = """
