@@ -9,6 +9,9 @@
 
 A node knows numbers, not the context that it belongs to: that leads to the graph, by ways that the
 garbage collector does not see.
+
+What they hang on is the CPU's, whatever the program's default device is: gates wait, and would do
+so in the engine's thread for that device.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ class RpcSend(Function):
         """Return the scalar."""
         ctx.message, ctx.index, ctx.device = message, index, tensor.device
         ctx.set_materialize_grads(False)
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -139,7 +142,7 @@ class Gate(Function):
         """Return what the gate after this hangs on."""
         ctx.run, ctx.message, ctx.count = run, message, len(edges)
         ctx.set_materialize_grads(False)
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -156,7 +159,7 @@ class Root(Function):
         """Return what the engine begins at."""
         ctx.run, ctx.ones = run, [torch.ones_like(loss) for loss in losses]
         ctx.set_materialize_grads(False)
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -166,7 +169,7 @@ class Root(Function):
         return (None, None, *ctx.ones)
 
 
-_anchor = torch.empty((), requires_grad=True)
+_anchor = torch.empty((), device="cpu", requires_grad=True)
 """What makes `RpcRecv` part of a graph at all."""
 
 _RecvNode: type = RpcRecv._backward_cls

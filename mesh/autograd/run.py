@@ -139,7 +139,7 @@ class Run:
             if root.requires_grad:
                 Variable._execution_engine.run_backward(
                     (root,),
-                    (torch.ones(()),),
+                    (torch.ones((), device="cpu"),),
                     retain_graph,
                     False,
                     (),

@@ -353,7 +353,8 @@ def _setting(work: MeshWork) -> Iterator[None]:
     Those may be written to in that mode only.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(_has_inference_tensors(work.result())))
+        if _has_inference_tensors(work.result()):
+            stack.enter_context(torch.inference_mode())  # False would switch gradients on
         for turn in work.turns:
             stack.enter_context(turn.take())
         yield

@@ -224,7 +224,7 @@ def _items_of(key: tuple[Any, ...]) -> tuple[list[CborValue], Shapes]:
         value = next(parts)
         if kind is torch.Tensor:
             items.append(["T", len(metas)])
-            metas.append(describe(torch.empty(next(parts), dtype=value)))
+            metas.append(describe(torch.empty(next(parts), dtype=value, device="cpu")))
         else:
             items.append(float.fromhex(value) if kind is float else value)
     return items, tuple((meta, True, None) for meta in metas)
@@ -292,7 +292,7 @@ def _values(items: list[CborValue], shapes: Shapes) -> list[Any] | None:
     for item in items:
         if item == ["T", count] and count < len(shapes):
             meta = shapes[count][0]
-            values.append(torch.empty(meta.shape, dtype=meta.dtype))
+            values.append(torch.empty(meta.shape, dtype=meta.dtype, device="cpu"))
             count += 1
         elif isinstance(item, list | dict):
             return None

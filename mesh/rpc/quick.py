@@ -73,7 +73,7 @@ def call_quickly(
         Exception: as `Agent.call`.
     """
     connection = agent.short_way(to)
-    if connection is None or current_context.get() is not None:
+    if connection is None or current_context.get() is not None or not _has_memory():
         return NOT_NOW
     is_mapped = agent.placement.has_map(to)
     request = None if is_mapped else write_request(function, args, kwargs, seconds)
@@ -154,6 +154,18 @@ def _value_of(agent: Agent, to: NodeId, answer: Answer) -> Any:
     value = unpacker.unpack()
     unpacker.finish()
     return value
+
+
+def _has_memory() -> bool:
+    """Return whether tensors that this thread makes have memory to be written to.
+
+    Those of a ``FakeTensorMode`` have none, nor those inside a transform of ``torch.func``; the
+    loop's thread is in no such mode.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def _needs_loop(item: CborValue) -> bool:

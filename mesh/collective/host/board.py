@@ -136,13 +136,14 @@ class Board:
         boxes = self._boxes.get(dtype)
         if boxes is None:
             count = self.layout.box_bytes // dtype.itemsize
-            boxes = self._boxes[dtype] = [
-                torch.frombuffer(
-                    self._memory, dtype=dtype, count=count, offset=self.layout.box(each, odd)
-                )
-                for each in range(self.layout.size)
-                for odd in (0, 1)
-            ]
+            with torch.inference_mode(False):  # they are kept for operations in any mode
+                boxes = self._boxes[dtype] = [
+                    torch.frombuffer(
+                        self._memory, dtype=dtype, count=count, offset=self.layout.box(each, odd)
+                    )
+                    for each in range(self.layout.size)
+                    for odd in (0, 1)
+                ]
         return boxes[2 * place + parity]
 
     def heads(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mesh.autograd import BackwardError, contexts, run
-from mesh.autograd.nodes import Gate
+from mesh.autograd.nodes import Gate, sent
 from mesh.autograd.run import Run
 from tests.mesh.autograd.nodes import Worker, in_thread, quiet, workers
 
@@ -30,6 +30,14 @@ def twice(a: Worker, b: Worker) -> None:
         y = a.call(b, scale, torch.tanh(a.call(b, scale, torch.tanh(x))))
         a.backward(context_id, y.sum())
         assert a.gradients(context_id)[x].abs().sum() > 0
+
+
+def test_gates_and_what_they_hold_up_are_no_accelerators_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        edge = sent(1, 0, torch.ones(1, device="cpu", requires_grad=True))
+        gate: Any = Gate.apply(None, 1, None, edge)  # type: ignore[no-untyped-call]
+    assert edge.is_cpu
+    assert gate.is_cpu
 
 
 def ascending(self: Run) -> Any:

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 
 BOX = 4096
 SUM = Signature("all_reduce", "float32", 4, "SUM")
+LARGE = Signature("all_reduce", "float32", 2 * BOX, "SUM")
 
 
 @pytest.fixture
@@ -282,6 +283,22 @@ def test_a_child_leaves_the_memory_alone(network: MemoryNetwork) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert outcomes(3, lambda rank: add(network, rank)) == [None] * 3
+
+
+def test_what_is_done_in_inference_mode_hinders_nothing_outside(network: MemoryNetwork) -> None:
+    def body(rank: int) -> list[list[float]]:
+        found = []
+        for sequence, is_inference in enumerate([True, False, True]):
+            with torch.inference_mode(is_inference):
+                elements = torch.full((2 * BOX,), float(sequence))
+                deadline = time.monotonic() + 10
+                operation = Operation(network.ranks[rank], LARGE, sequence, deadline)
+                with torch.no_grad(), operation:
+                    collective.all_reduce(operation, elements, Reduction.SUM)
+                found.append(elements[::BOX].tolist())
+        return found
+
+    assert outcomes(3, body) == [[[0.0, 0.0], [3.0, 3.0], [6.0, 6.0]]] * 3
 
 
 def test_who_is_killed_but_not_gone_counts_as_lost(network: MemoryNetwork) -> None:

@@ -24,7 +24,7 @@ from mesh.collective import (
     GroupAborted,
     UnsupportedCollective,
 )
-from mesh.distributed import ProcessGroupMesh
+from mesh.distributed import ProcessGroupMesh, engine
 from tests.mesh.collective.exchange_memory import MemoryNetwork, outcomes, run_ranks
 
 SIZES = [1, 2, 3, 4, 5]
@@ -566,6 +566,27 @@ def test_results_of_inference_tensors_and_of_leaves(ranks) -> None:
         assert inferred == [2.0, 2.0]
         assert leaf == [2.0, 2.0]
         assert version > 0
+
+
+def test_no_thread_writes_to_tensors_with_gradients_on(
+    ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, seen = ranks(2), []
+    back = engine.scatter_back
+
+    def watched(elements: torch.Tensor, tensor: torch.Tensor) -> None:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        back(elements, tensor)
+
+    monkeypatch.setattr(engine, "scatter_back", watched)
+    with torch.inference_mode():
+        inferred = torch.ones(3)
+    for into in (torch.zeros(3), inferred):
+        got = groups[1].recv([into], 0, 5)
+        groups[0].send([torch.full((3,), 7.0)], 1, 5).wait()
+        got.wait()
+        assert into.tolist() == [7.0] * 3
+    assert seen == [(False, False), (False, True)]
 
 
 def test_operations_run_in_the_order_of_issue(ranks) -> None:

@@ -157,6 +157,17 @@ def test_what_a_pattern_makes_is_its_own() -> None:
     assert not made.is_inference()
 
 
+def test_a_default_device_is_not_taken_for_that_of_tensors() -> None:
+    value = torch.arange(5.0)  # of no other test: nothing is kept of it
+    with torch.device("meta"):
+        request: Any = write_request(torch.div, (value, 5), {}, 60.0)
+        answer: Any = write_answer([value, 5])
+        patterns = [request_pattern(*request[:2]), answer_pattern(*answer[:2])]
+    for pattern, message in zip(patterns, (request, answer), strict=True):
+        assert pattern is not None
+        assert same(pattern.read(message[2])[0], value)
+
+
 def test_threads_may_write_and_read_at_once() -> None:
     wrong: list[Any] = []
 

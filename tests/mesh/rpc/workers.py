@@ -69,6 +69,14 @@ def use(rank: int) -> None:
     assert torch.equal(rpc.rpc_sync("gamma", exposures.echo, (large,)), large)
     assert rpc.rpc_sync("beta", batch, (1,)) == 3
 
+    def two_ones(given: torch.Tensor) -> torch.Tensor:
+        """Tensors that are made here, where a transform makes them, have no memory."""
+        ones: torch.Tensor = rpc.rpc_sync("beta", torch.ones, (2,))
+        assert ones.tolist() == [1.0, 1.0]
+        return given.sum()
+
+    torch.func.grad(two_ones)(torch.ones(1))
+
     # A thread that waits holds up nobody else's.
     count = 0
     stop = threading.Event()
