@@ -55,7 +55,7 @@ def kind_of(batch: Any) -> Hashable | None:
         None where it is not known of something in the batch whether that makes a difference.
     """
     if type(batch) is torch.Tensor and batch.layout is torch.strided and not batch.requires_grad:
-        return (batch.dtype, batch.shape)
+        return (batch.dtype, batch.shape, batch.stride())
     if isinstance(batch, dict):
         kinds = [(name, kind_of(item)) for name, item in batch.items()]
         return None if any(kind is None for _, kind in kinds) else (type(batch), *kinds)

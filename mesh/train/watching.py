@@ -13,12 +13,14 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import is_
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.optim import Optimizer
 
 from mesh.device.client.tensors import Handle, handle_of, is_mesh
@@ -27,6 +29,9 @@ __all__ = ["NotUnderstood", "Watch", "mode_of_torch", "random_states"]
 
 MAX_OBJECTS = 1 << 16
 """Objects that are looked at; whoever reaches more is not understood."""
+
+MAX_ELEMENTS = 1 << 8
+"""Of a tensor here, all of which are looked at each time: whoever has more is not understood."""
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)),
@@ -72,11 +77,19 @@ class Watch:
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
         self._names: list[tuple[Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
         self._cells: list[tuple[Any, Any]] = []
+        self._functions: list[tuple[FunctionType, tuple[object, ...]]] = []
+        self._kinds: list[tuple[object, type]] = []
+        self._classes: list[tuple[type, tuple[str, ...]]] = []
+        self._modules: list[ModuleType] = []
+        self._named: dict[str, None] = {}
+        """What functions name, which may be an attribute of a module."""
         self._here: list[tuple[torch.Tensor, object]] = []
-        self._there: list[tuple[Any, Handle]] = []
+        self._there: list[tuple[Any, Handle, object]] = []
+        self._grads: list[tuple[torch.Tensor, object]] = []
+        self._sees_grads = not any(isinstance(root, Optimizer) for root in whole)
+        """Gradients are what an optimizer is given, and what all else may add to."""
         self._left: deque[object] = deque(whole)
-        while self._left:
-            self._see(self._left.popleft())
+        self._see_all()
 
     def holds(self, roots: Iterable[object]) -> bool:
         """Return whether all of that is as it was, and `roots` are those."""
@@ -86,10 +99,14 @@ class Watch:
             and all(map(is_, self._roots, now))
             and not any(self._empty)
             and all(
-                len(table) == len(saved) and all(map(is_, saved, table.values()))
+                2 * len(table) == len(saved) and all(map(is_, saved, chain(table.values(), table)))
                 for table, saved in self._tables
             )
-            and all(each.untyped_storage()._mesh is handle for each, handle in self._there)
+            and all(
+                each.untyped_storage()._mesh is handle and _state(each) == saved
+                for each, handle, saved in self._there
+            )
+            and all(tensor.grad is saved for tensor, saved in self._grads)
             and all(_version(tensor) == saved for tensor, saved in self._here)
             and all(
                 len(items) == len(saved) and all(map(is_, saved, items))
@@ -99,7 +116,19 @@ class Watch:
                 all(map(is_, saved, map(space.get, names))) for space, names, saved in self._names
             )
             and all(_inside(cell) is saved for cell, saved in self._cells)
+            and all(all(map(is_, _parts(each), saved)) for each, saved in self._functions)
+            and all(type(each) is kind for each, kind in self._kinds)
+            and all(_names_in(each) == saved for each, saved in self._classes)
         )
+
+    def _see_all(self) -> None:
+        """See what is left, and what functions may find in modules."""
+        known = None
+        while known != (known := (len(self._modules), len(self._named))):
+            for module in self._modules:
+                self._see_names(vars(module), self._named)
+            while self._left:
+                self._see(self._left.popleft())
 
     def _see(self, value: object) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
@@ -124,7 +153,10 @@ class Watch:
         elif isinstance(value, MethodType):
             self._left += (value.__func__, value.__self__)
         elif isinstance(value, functools.partial):
-            self._left += (value.func, *value.args, *value.keywords.values())
+            self._left += (value.func, value.args, value.keywords)
+        elif isinstance(value, ModuleType):
+            if not _is_of_others(value.__name__):
+                self._modules.append(value)
         elif isinstance(value, staticmethod | classmethod):
             self._left.append(value.__func__)
         elif isinstance(value, property):
@@ -135,17 +167,22 @@ class Watch:
             self._see_object(value)
 
     def _see_tensor(self, tensor: torch.Tensor) -> None:
-        hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or ()
-        if tensor._backward_hooks or len(hooks) > _OWN_HOOKS:
+        needs, is_hooked, hooks = _of_gradients(tensor)
+        if is_hooked or hooks > _OWN_HOOKS:
             raise NotUnderstood("a tensor has hooks")
+        self._left.append(vars(tensor))
+        if self._sees_grads and needs and tensor.is_leaf and not hooks:
+            self._grads.append((tensor, tensor.grad))
         if is_mesh(tensor):
-            self._there.append((tensor, handle_of(tensor)))
+            self._there.append((tensor, handle_of(tensor), _state(tensor)))
+        elif not _is_small(tensor):
+            raise NotUnderstood("it depends on a large tensor here")
         else:
             self._here.append((tensor, _version(tensor)))
 
     def _see_table(self, table: dict[Any, Any]) -> None:
         if table:
-            self._tables.append((table, tuple(table.values())))
+            self._tables.append((table, (*table.values(), *table)))
             self._left.extend(table.values())
         else:
             self._empty.append(table)
@@ -157,18 +194,19 @@ class Watch:
             content = _inside(cell)
             self._cells.append((cell, content))
             self._left.append(content)
+        self._functions.append((function, _parts(function)))
         self._left.append(function.__defaults__)
         self._left.append(function.__kwdefaults__)
         self._left.append(vars(function))
         names = _names_of(function.__code__)
+        self._named |= dict.fromkeys(names)
         self._see_names(function.__globals__, names)
-        for module in map(function.__globals__.get, names):
-            if isinstance(module, ModuleType) and not _is_of_others(module.__name__):
-                self._see_names(vars(module), names)
+        self._left.extend(map(sys.modules.get, names))  # it may import them itself
 
     def _see_names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
-        chosen = tuple(name for name in names if name in space)
-        values = tuple(space[name] for name in chosen)
+        """See what is called so there; whether there is something is seen, too."""
+        chosen = tuple(names)
+        values = tuple(map(space.get, chosen))
         self._names.append((space, chosen, values))
         self._left.extend(values)
 
@@ -178,7 +216,8 @@ class Watch:
                 continue
             if vars(each).get("__slots__"):
                 raise NotUnderstood(f"{each.__name__} has slots")
-            names = [name for name in vars(each) if name not in _OF_CLASSES]
+            names = _names_in(each)
+            self._classes.append((each, names))
             self._see_names(vars(each), names)
 
     def _see_object(self, value: object) -> None:
@@ -190,6 +229,7 @@ class Watch:
         content = vars(value)
         if isinstance(value, nn.Module) and any(content.get(name) for name in _HOOKS):
             raise NotUnderstood("a module has hooks")
+        self._kinds.append((value, type(value)))
         self._see_table(content)
         self._see_class(type(value))
 
@@ -197,6 +237,8 @@ class Watch:
 def mode_of_torch() -> tuple[object, ...] | None:
     """Return how torch does what it is told; None where something looks on."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return None
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
     return (
         torch.is_grad_enabled(),
@@ -236,9 +278,36 @@ def _anatomies(roots: Iterable[object]) -> tuple[object, ...]:
     return tuple(found)
 
 
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    is_odd = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return is_plain and not is_odd and tensor.numel() <= MAX_ELEMENTS
+
+
 def _version(tensor: torch.Tensor) -> object:
-    is_dense = tensor.layout is torch.strided
-    return (tensor.data_ptr() if is_dense else 0, tensor._version)
+    """Return what a tensor here is: others may write to its memory, and torch would not know."""
+    content = bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())
+    return (tensor.data_ptr(), tensor._version, content, _of_gradients(tensor))
+
+
+def _state(tensor: torch.Tensor) -> object:
+    """Return how a tensor lies in a device's memory."""
+    lies = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+    return (lies, _of_gradients(tensor))
+
+
+def _of_gradients(tensor: torch.Tensor) -> tuple[bool, bool, int]:
+    """Return what becomes of gradients for a tensor."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    return (tensor.requires_grad, bool(tensor._backward_hooks), len(hooks or ()))
+
+
+def _parts(function: FunctionType) -> tuple[object, ...]:
+    return (function.__code__, function.__defaults__, function.__kwdefaults__)
+
+
+def _names_in(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in vars(kind) if name not in _OF_CLASSES)
 
 
 def _inside(cell: Any) -> object:
@@ -257,9 +326,7 @@ def _names_of(code: CodeType) -> tuple[str, ...]:
 
 
 def _is_known(value: object) -> bool:
-    """Return whether a value is a function, a module or a class of what does not change."""
-    if isinstance(value, ModuleType):
-        return True
+    """Return whether a value is a function or a class of what does not change."""
     if not callable(value) or isinstance(value, nn.Module | Optimizer):
         return type(value) in _DESCRIPTORS
     return type(value).__module__ in ("builtins", "torch._ops") or type(value) in _DESCRIPTORS

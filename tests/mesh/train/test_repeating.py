@@ -225,6 +225,36 @@ def replace_elements(run: Run, number: int) -> None:
                 each.data = each.data * 0.5
 
 
+def freeze(run: Run, number: int) -> None:
+    if number in (5, 8):
+        for model in run.strategy._models:
+            model.layers[0].weight.requires_grad_(number == 8)
+
+
+def hook(run: Run, number: int) -> None:
+    if number == 5:
+        for model in run.strategy._models:
+            model.layers[0].weight.register_hook(lambda grad: grad * 0.5)
+
+
+SLOPES: dict[torch.device, torch.Tensor] = {}
+
+
+def with_slope(model: Any, batch: Any) -> torch.Tensor:
+    slope = SLOPES[batch[0].device]
+    return compute(model, batch) * slope.exp()
+
+
+def step_slopes(run: Run, number: int) -> None:
+    for device in run.strategy.devices:
+        slope = SLOPES.setdefault(device, torch.zeros((), device=device, requires_grad=True))
+        if number == 0:
+            slope.data = torch.zeros((), device=device)
+        elif slope.grad is not None:
+            slope.data -= slope.grad * 0.1
+        slope.grad = None
+
+
 CASES: dict[str, tuple[Any, Callable[[Run, int], None], bool]] = {
     "an attribute": (compute, change_attribute, True),
     "the mode": (compute, change_mode, True),
@@ -233,6 +263,9 @@ CASES: dict[str, tuple[Any, Callable[[Run, int], None], bool]] = {
     "a global": (with_beta, change_global, True),
     "the state": (compute, load_state, True),
     "the elements": (compute, replace_elements, True),
+    "what is frozen": (compute, freeze, True),
+    "a hook of a parameter": (compute, hook, True),
+    "a parameter of the program's own": (with_slope, step_slopes, False),
     "by chance": (sometimes, change_nothing, False),
     "by the elements": (looks, change_nothing, False),
 }

@@ -6,8 +6,10 @@ import functools
 import itertools
 import logging
 import random
+import sys
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +38,13 @@ class Settings:
 SETTINGS = Settings()
 
 
+BELOW: Any = None
+PACKAGE: Any = None
+SCALE: Any = None
+SLOPE: Any = None
+HALF: Any = None
+
+
 class Net(nn.Module):
     more: list[int] | None
 
@@ -54,7 +63,9 @@ def plain(model: nn.Module, batch: Any) -> Any:
 
 
 def helped(model: nn.Module, batch: Any) -> Any:
-    return plain(model, batch) + SETTINGS.scale
+    value = plain(model, batch) + SETTINGS.scale + BELOW.use(model, batch)
+    value = value * PACKAGE.settings.gamma + SCALE * HALF(3) + SLOPE.sum() + SLOPE.more
+    return value * ADDED if "ADDED" in globals() else value  # noqa: F821
 
 
 def logs(model: nn.Module, batch: Any) -> Any:
@@ -94,17 +105,54 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "another function": with_global("plain", logs),
     "an attribute of a global": lambda net: setattr(SETTINGS, "scale", 3.0),
     "an attribute of a class": lambda net: setattr(Settings, "scale", 4.0),
+    "a method of a class that had it from another": lambda net: setattr(type(BELOW), "use", helped),
+    "an attribute of a module of a package": lambda net: setattr(PACKAGE.settings, "gamma", 2.0),
+    "a number here, by the way of numpy": lambda net: SCALE.numpy().fill(2.0),
+    "a number here, by the way of its data": lambda net: SCALE.data.fill_(2.0),
+    "an attribute of a tensor": lambda net: setattr(SLOPE, "more", 2.0),
+    "whether a tensor has gradients": lambda net: net.layers[0].weight.requires_grad_(False),
+    "a gradient": lambda net: setattr(SLOPE, "grad", torch.ones(2)),
+    "a hook of a tensor": lambda net: SLOPE.register_hook(lambda grad: grad * 2),
+    "a name that there was not": with_global("ADDED", 2.0),
+    "a key": lambda net: (TABLE.pop("scale"), TABLE.update(other=1.0)),
+    "the class of an object": lambda net: setattr(SETTINGS, "__class__", type(BELOW)),
+    "the code of a function": lambda net: setattr(plain, "__code__", helped.__code__),
+    "the defaults of a function": lambda net: setattr(plain, "__defaults__", (1,)),
+    "what a partial function passes": lambda net: HALF.keywords.update(exp=3),
     "what an attribute holds": lambda net: SETTINGS.inner["beta"].append(2.0),
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_whatever_changes_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FACTOR", "plain"):
-        monkeypatch.setitem(globals(), name, globals()[name])
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have what tests change be as it was, before and after."""
+    own = globals()
+    code, defaults = plain.__code__, plain.__defaults__
+    below = type("Below", (Settings,), {"__module__": __name__})
+    new = {
+        "FACTOR": 2.0,
+        "TABLE": {"scale": 1.0},
+        "SETTINGS": Settings(),
+        "BELOW": below(),
+        "PACKAGE": types.ModuleType("package"),
+        "SCALE": torch.tensor(1.0),
+        "SLOPE": nn.Parameter(torch.ones(2)),
+        "HALF": functools.partial(pow, exp=2),
+        "plain": plain,
+    }
+    for name, value in new.items():
+        monkeypatch.setitem(own, name, value)
     monkeypatch.setattr(Settings, "scale", 1.0)
-    monkeypatch.setitem(globals(), "SETTINGS", Settings())
-    monkeypatch.setitem(globals(), "TABLE", {"scale": 1.0})
+    PACKAGE.settings = types.ModuleType("package.settings")
+    PACKAGE.settings.gamma = SLOPE.more = 1.0
+    yield
+    own.pop("ADDED", None)
+    new["plain"].__code__, new["plain"].__defaults__ = code, defaults
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.usefixtures("fresh")
+def test_whatever_changes_is_noticed(what: str) -> None:
     net = Net()
     watch = Watch((helped, net))
     net(torch.ones(1, 2))
@@ -163,6 +211,27 @@ def test_what_a_method_belongs_to_is_watched() -> None:
     assert not watch.holds([collect])
 
 
+@pytest.mark.usefixtures("fresh")
+def test_modules_that_a_function_imports_or_encloses_are_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def imports(model: nn.Module, batch: Any) -> Any:
+        from package import settings
+
+        return model(batch) * settings.gamma
+
+    def encloses(model: nn.Module, batch: Any, module: Any = PACKAGE) -> Any:
+        return model(batch) * module.settings.gamma
+
+    monkeypatch.setitem(sys.modules, "package", PACKAGE)
+    for loss in (imports, encloses):
+        PACKAGE.settings.gamma = 1.0
+        watch = Watch([loss])
+        assert watch.holds([loss])
+        PACKAGE.settings.gamma = 2.0
+        assert not watch.holds([loss])
+
+
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
@@ -191,7 +260,8 @@ class SlotsBelow(Slots):
 
 
 @pytest.mark.parametrize(
-    "root", [SlotsBelow(), logs, counts, threading.Lock(), [torch.Generator()]]
+    "root",
+    [SlotsBelow(), logs, counts, threading.Lock(), [torch.Generator()], torch.zeros(1 << 10)],
 )
 def test_what_can_not_be_seen_is_said(root: object) -> None:
     with pytest.raises(NotUnderstood):
@@ -209,6 +279,9 @@ def test_what_looks_on_is_noticed() -> None:
 
     with Looking():
         assert mode_of_torch() is None
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert mode_of_torch() is None
+    hook.remove()
     assert mode_of_torch() == before
 
 
