@@ -73,7 +73,8 @@ def backward(
             the marking; if some of it is not, it waits for gradients that never come.
         atomic: have its gradients count only when all of it has succeeded: until then they are put
             aside, and let go of if it fails. Hooks that look at ``.grad`` see its own alone. Only
-            the loss of a node just as all are told that it has succeeded leaves it done by half.
+            the loss of a node, or the end of the time, just as all are told that it has succeeded
+            leaves it done by half.
         agent: as for `context`.
 
     Raises:

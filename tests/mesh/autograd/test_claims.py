@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from mesh.autograd import BackwardError, claims, leaves, reducers
 from mesh.autograd.leaves import Leaves
@@ -100,6 +104,61 @@ async def test_two_backwards_through_two_reducers_each_do_not_wait_in_a_circle(
         assert bool(failed) == (ranks == "none"), failed
         await quiet(a, b, c)
         assert none_is_held(b, c)
+
+
+def through(worker: Worker, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = worker.module(x).tanh()  # type: ignore[attr-defined]
+    return y
+
+
+@pytest.fixture
+def modules() -> Iterator[Callable[[], list[DistributedDataParallel]]]:
+    """What makes two, of a process group of this process alone: slowly, the first time."""
+
+    def make() -> list[DistributedDataParallel]:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return [DistributedDataParallel(torch.nn.Linear(3, 3)) for _ in range(2)]
+
+    yield make
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_two_backwards_through_two_real_modules_at_once(
+    atomic: bool, modules: Callable[[], list[DistributedDataParallel]]
+) -> None:
+    async with workers(3, through) as (a, b, c):
+        b.module, c.module = made = await in_thread(modules)  # type: ignore[attr-defined]
+        both_are_here = threading.Barrier(2)
+
+        def one(way: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            x = torch.randn(2, 3, requires_grad=True)
+            with a.context() as context_id:
+                y = twin = x
+                for each in way:
+                    y, twin = a.call(each, through, y), each.module.module(twin).tanh()
+                both_are_here.wait(5)
+                a.backward(context_id, y.sum(), atomic=atomic)
+                of_all = [[x], *(list(each.module.module.parameters()) for each in way)]
+                found = [
+                    each.gradients(context_id)[leaf]
+                    for each, its_own in zip([a, *way], of_all, strict=True)
+                    for leaf in its_own
+                ]
+            return found, list(
+                torch.autograd.grad(twin.sum(), [leaf for each in of_all for leaf in each])
+            )
+
+        def both() -> None:
+            with ThreadPoolExecutor(2) as threads:
+                for _ in range(5):
+                    for found, expected in threads.map(one, ([b, c], [c, b])):
+                        torch.testing.assert_close(found, expected)
+
+        await in_thread(both)
+        await quiet(a, b, c)
+        assert not leaves._loans._holders
+        assert all(leaf.grad is None for each in made for leaf in each.parameters())
 
 
 async def test_many_backwards_through_reducers_all_come_to_an_end(lenders: list[Worker]) -> None:
