@@ -345,8 +345,9 @@ async def test_a_process_that_does_not_come_up_is_an_error(monkeypatch: pytest.M
             with pytest.raises(EndpointLost, match="exit status 1") as caught:
                 await node.connect(at(other))
             assert "standard error output" in str(caught.value)
+            assert 'placement="loop"' in str(caught.value)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(EndpointLost, match="No such file"):
+    with pytest.raises(EndpointLost, match=r'No such file.*placement="loop"'):
         async with endpoint(placement="process"):
             pass
     await eventually(lambda: process_holdings() == before)
