@@ -161,7 +161,8 @@ def _path() -> list[str]:
     library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     library |= {f"{each}/lib-dynload" for each in library}
     zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    known = [each for each in sys.path if Path(each).is_absolute()]
+    listed: list[object] = [*sys.path]
+    known = [each for each in listed if isinstance(each, str) and each.startswith("/")]
     first = [each for each in known if each in library or Path(each).name == zipped]
     return [*first, str(Path(__file__).parents[2]), *(each for each in known if each not in first)]
 

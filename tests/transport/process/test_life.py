@@ -188,12 +188,13 @@ for module in os, fcntl:
         delattr(module, name)
 del os.memfd_create
 """
-"""``sitecustomize.py``: of a Python that was built for an old system, as conda's is, and finds no
-packages by itself."""
+"""``sitecustomize.py``: of a Python that was built for an old system, as those are that shall run
+on any, and that finds no packages by itself."""
 
 ELSEWHERE = """
 import json, sys
 sys.path += [each for each in json.loads(sys.argv.pop()) if each not in sys.path]
+sys.path.append(b"what imports pass over")
 """
 
 
