@@ -35,7 +35,7 @@ from transport.process.records import (
 )
 from transport.process.setup import map_of
 from transport.process.sharing import SharedProcess, join
-from transport.process.spawn import Child, spawn
+from transport.process.spawn import WITHOUT, Child, spawn
 from transport.protocol.turns import Turns
 from transport.readiness import Later
 from transport.udp import Refusal, UdpSocket
@@ -188,7 +188,7 @@ class ProcessEngine:
             fix="Open the node anew. If nobody has killed it, its log, or that of the system, "
             "says more."
             if self._is_up
-            else "What it wrote to the standard error output says more.",
+            else f"What it wrote to the standard error output says more. {WITHOUT}",
         )
         _log.error("%s", error)
         self._socket.close()  # so that peers, too, learn at once that nobody is there

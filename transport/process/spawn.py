@@ -20,7 +20,10 @@ import anyio
 
 from transport.errors import EndpointLost
 
-__all__ = ["Child", "spawn"]
+__all__ = ["WITHOUT", "Child", "spawn", "spawn_shared"]
+
+WITHOUT = 'EndpointConfig(placement="loop") does without.'
+"""What to do where there can't be one."""
 
 _BEGIN = """
 import sys
@@ -122,9 +125,9 @@ def spawn_shared(listener: socket.socket) -> tuple[Child, socket.socket]:
 
 def _start(what: str, *given: int) -> tuple[Child, socket.socket]:
     if sys.platform != "linux":
-        raise _not_started("this system has not what it takes", 'Use placement="loop".')
+        raise _not_started("this system has not what it takes", WITHOUT)
     if not sys.executable:
-        raise _not_started("this interpreter does not know its own path", 'Use placement="loop".')
+        raise _not_started("this interpreter does not know its own path", WITHOUT)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     passed = [theirs.fileno(), *given]
     flags = ["-P", "-E"] if sys.flags.ignore_environment else ["-P"]
@@ -139,7 +142,9 @@ def _start(what: str, *given: int) -> tuple[Child, socket.socket]:
         )
     except OSError as error:
         ours.close()
-        raise _not_started(str(error), "Is the interpreter still where it was?") from error
+        raise _not_started(
+            str(error), f"Is the interpreter still where it was? {WITHOUT}"
+        ) from error
     except BaseException:
         ours.close()
         raise
@@ -156,7 +161,8 @@ def _path() -> list[str]:
     library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     library |= {f"{each}/lib-dynload" for each in library}
     zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    known = [each for each in sys.path if Path(each).is_absolute()]
+    listed: list[object] = [*sys.path]
+    known = [each for each in listed if isinstance(each, str) and each.startswith("/")]
     first = [each for each in known if each in library or Path(each).name == zipped]
     return [*first, str(Path(__file__).parents[2]), *(each for each in known if each not in first)]
 

@@ -188,12 +188,13 @@ for module in os, fcntl:
         delattr(module, name)
 del os.memfd_create
 """
-"""``sitecustomize.py``: of a Python that was built for an old system, as conda's is, and finds no
-packages by itself."""
+"""``sitecustomize.py``: of a Python that was built for an old system, as those are that shall run
+on any, and that finds no packages by itself."""
 
 ELSEWHERE = """
 import json, sys
 sys.path += [each for each in json.loads(sys.argv.pop()) if each not in sys.path]
+sys.path.append(b"what imports pass over")
 """
 
 
@@ -345,8 +346,9 @@ async def test_a_process_that_does_not_come_up_is_an_error(monkeypatch: pytest.M
             with pytest.raises(EndpointLost, match="exit status 1") as caught:
                 await node.connect(at(other))
             assert "standard error output" in str(caught.value)
+            assert 'placement="loop"' in str(caught.value)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(EndpointLost, match="No such file"):
+    with pytest.raises(EndpointLost, match=r'No such file.*placement="loop"'):
         async with endpoint(placement="process"):
             pass
     await eventually(lambda: process_holdings() == before)
