@@ -30,6 +30,8 @@ from transport import EndpointConfig, EndpointEvent
 
 pytestmark = pytest.mark.anyio
 
+SOCKETS = shutil.ignore_patterns("*.sock")
+
 
 class Log:
     """What a daemon reports."""
@@ -133,14 +135,14 @@ async def test_second_in_the_same_home(homes: tuple[Home, Home]) -> None:
 
 async def test_second_in_a_copy_of_the_home(homes: tuple[Home, Home]) -> None:
     async with running(homes[0]) as daemon:
-        shutil.copytree(homes[0].path, homes[1].path)
+        shutil.copytree(homes[0].path, homes[1].path, ignore=SOCKETS)
         address = f"127.0.0.1:{daemon.node.endpoint.port}"
         with pytest.raises(IdentityInUse, match=f"identity in use at {address}"):
             async with running(homes[1]):
                 pytest.fail("entered")
         assert not homes[1].daemon_lock.is_held()
     shutil.rmtree(homes[1].path)
-    shutil.copytree(homes[0].path, homes[1].path)
+    shutil.copytree(homes[0].path, homes[1].path, ignore=SOCKETS)
     async with running(homes[1]):
         pass  # positive control: nobody else has it now
 

@@ -405,7 +405,7 @@ async def test_the_deadline_of_a_move(nodes: tuple[Node, Node, Node]) -> None:
         lambda: at_a.copy_to(ref, at_b, timeout=0.05),
     ]
     for move in moves:
-        with pytest.raises(DeadlineExceeded, match=r"after 0\.1 s|after 0\.0 s") as error:
+        with pytest.raises(DeadlineExceeded, match=r"after 0\.\d s") as error:
             await move()
         assert error.value.exit_code == 5
     await eventually(lambda: a.is_empty and b.is_empty)
