@@ -75,6 +75,9 @@ MAX_DIMS = 64
 MAX_ITEMS = 8192
 MAX_TEXT = 64
 
+_DEFAULTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""What torch's default type can be."""
+
 _FORMATS = {
     "contiguous_format": torch.contiguous_format,
     "preserve_format": torch.preserve_format,
@@ -179,6 +182,7 @@ class Template:
         outputs: what it makes. None where only the operation itself can tell; then it is asked,
             `results` new handles come with it, and the answer describes them.
         results: how many tensors it makes.
+        floats: torch's default type where it is called, which decides what comes of integers.
     """
 
     name: str
@@ -187,6 +191,7 @@ class Template:
     kwargs: tuple[tuple[str, Argument], ...] = ()
     outputs: tuple[Output, ...] | None = ()
     results: int = 0
+    floats: torch.dtype = torch.float32
 
 
 class Layout:
@@ -230,6 +235,7 @@ def encode_template(template: Template) -> CborValue:
         [_argument_value(argument) for argument in template.args],
         [[name, _argument_value(argument)] for name, argument in template.kwargs],
         outputs,
+        dtype_name(template.floats),
     ]
 
 
@@ -240,9 +246,14 @@ def decode_template(value: CborValue) -> Template:
         ProtocolError: it is none, or its operator is not one that a client may have run.
     """
     match value:
-        case [str(name), int(device), [*args], [*kwargs], (int() | list()) as outputs] if (
-            not isinstance(device, bool) and not isinstance(outputs, bool)
-        ):
+        case [
+            str(name),
+            int(device),
+            [*args],
+            [*kwargs],
+            (int() | list()) as outputs,
+            str(floats),
+        ] if not isinstance(device, bool) and not isinstance(outputs, bool):
             pass
         case _:
             raise _bad("a template is malformed")
@@ -251,7 +262,8 @@ def decode_template(value: CborValue) -> Template:
             f"use of operator {name!r:.80}",
             why="it is not one that may be run on another peer's device",
         )
-    if not 0 <= device < 1 << 16 or len(args) + len(kwargs) > MAX_TEXT:
+    default = _dtype(floats)
+    if default not in _DEFAULTS or not 0 <= device < 1 << 16 or len(args) + len(kwargs) > MAX_TEXT:
         raise _bad("a template is malformed")
     budget = [MAX_ITEMS]
     decoded = tuple(_argument(item, budget) for item in args)
@@ -265,11 +277,11 @@ def decode_template(value: CborValue) -> Template:
     if isinstance(outputs, int):
         if not 0 <= outputs <= MAX_TENSORS:
             raise _bad("a template makes more than can be")
-        return Template(name, device, decoded, tuple(named), None, outputs)
+        return Template(name, device, decoded, tuple(named), None, outputs, default)
     if len(outputs) > MAX_TENSORS:
         raise _bad("a template makes more than can be")
     made = tuple(map(_output, outputs))
-    return Template(name, device, decoded, tuple(named), made, len(made))
+    return Template(name, device, decoded, tuple(named), made, len(made), default)
 
 
 def result_value(tensor: torch.Tensor) -> CborValue:

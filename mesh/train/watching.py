@@ -52,6 +52,10 @@ _OWN_HOOKS = 1
 """Hooks of a parameter that are the strategy's."""
 
 
+class _Nothing:
+    """As much memory has an object with nothing but attributes: more holds what can't be seen."""
+
+
 class NotUnderstood(Exception):
     """A function depends on what can't be seen."""
 
@@ -226,6 +230,8 @@ class Watch:
             _is_of_others(type(value).__module__) or not hasattr(value, "__dict__")
         ):
             raise NotUnderstood(f"it depends on a {type(value).__name__}")
+        if type(value).__basicsize__ > _Nothing.__basicsize__:
+            raise NotUnderstood(f"a {type(value).__name__} has more than its attributes")
         content = vars(value)
         if isinstance(value, nn.Module) and any(content.get(name) for name in _HOOKS):
             raise NotUnderstood("a module has hooks")

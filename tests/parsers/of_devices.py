@@ -50,14 +50,15 @@ _arguments = st.recursive(
 )
 _templates = st.one_of(
     st.builds(
-        lambda name, device, args, kwargs, outputs: wire.Template(
-            name, device, args, kwargs, outputs, len(outputs)
+        lambda name, device, args, kwargs, outputs, floats: wire.Template(
+            name, device, args, kwargs, outputs, len(outputs), floats
         ),
         st.sampled_from(["aten::add.Tensor", "aten::cat", wire.READ, wire.ALLOCATE]),
         st.integers(0, 99),
         st.lists(_arguments, max_size=3).map(tuple),
         st.lists(st.tuples(st.sampled_from(["dim", "alpha"]), _arguments), max_size=2).map(tuple),
         st.lists(_outputs, max_size=2).map(tuple),
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     ),
     st.builds(
         lambda results: wire.Template("aten::nonzero", 0, (), (), None, results), st.integers(0, 9)

@@ -174,12 +174,12 @@ def learn(
 
     described = tuple(map(described_as, operator._schema.arguments, args))
     named = tuple((key, described_as(by_name[key], value)) for key, value in kwargs.items())
-    results = len(operator._schema.returns)
+    results, floats = len(operator._schema.returns), torch.get_default_dtype()
     if not inference.is_static:
-        template = wire.Template(name, device.remote, described, named, None, results)
+        template = wire.Template(name, device.remote, described, named, None, results, floats)
         return Entry(device, template, None, drop)
     outputs, returned = inference.outputs()
-    template = wire.Template(name, device.remote, described, named, outputs, len(outputs))
+    template = wire.Template(name, device.remote, described, named, outputs, len(outputs), floats)
     return Entry(device, template, returned, drop)
 
 

@@ -50,6 +50,7 @@ _FLOATS = frozenset({"ones", "zeros", "eye", "rand", "randn", "linspace", "logsp
 _make = torch.Tensor._make_wrapper_subclass
 _alias = torch.ops.aten.alias.default._handle.redispatch_boxed
 _getframe = sys._getframe
+_floats = torch.get_default_dtype
 
 
 class _Inside(dict[str, bool]):
@@ -95,6 +96,8 @@ def fast_kernel(operator: Any) -> Callable[..., Any]:
         "emit": emit,
         "make_one": make_one,
         "send": send,
+        "told_apart": _told_apart,
+        "floats": _floats,
     }
     schema = operator._schema
     space |= {
@@ -137,7 +140,7 @@ class _General:
                 scan.key.append(name)
                 scan.see(value, self._codes_by_name[name])
             device = scan.device or device_of(kwargs.get("device"))
-            key = (device, *scan.key)
+            key = (device, _floats(), *scan.key)
             entry = self._entries.get(key)
             if entry is not None:
                 return emit(entry, scan.ids, scan.numbers, args, kwargs)
@@ -176,7 +179,7 @@ class _Scan:
             key.append(code)
             self.numbers.append(value)
         else:
-            key.append((type(value), value))  # True == 1
+            key.append((type(value), _told_apart(value)))  # True == 1
 
     def check(self, name: str) -> None:
         """Raise `RuntimeError` where torch would: for tensors of several devices."""
@@ -206,7 +209,7 @@ class _Scan:
             if code is None and value.dtype is torch.bool and not wrapped:
                 code, number = "q", int(number)
             if code is None:
-                self.key.append((value.dtype, wrapped, number))
+                self.key.append((value.dtype, wrapped, _told_apart(number)))
             else:
                 self.key.append((value.dtype, wrapped, code))
                 self.numbers.append(number)
@@ -219,6 +222,11 @@ class _Scan:
         else:
             self.key.append(value.device)
             self._strays.append(value.device)
+
+
+def _told_apart(value: Any) -> Any:
+    """Return what stands for an option: of complex numbers, signs of zeros matter."""
+    return repr(value) if type(value) is complex else value
 
 
 def _with_indices(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -301,6 +309,8 @@ def _source(operator: Any) -> str | None:
         return None
     if kinds.count("Tensor") == 0 or any("Device" in kind for kind in kinds):
         return None
+    if any("List" in str(each.type) and number_codes(each, base) for each in schema.arguments):
+        return None
     parameters: list[str] = []
     handles: list[str] = []
     optional: list[str] = []
@@ -339,12 +349,12 @@ def _source(operator: Any) -> str | None:
             )
             keys.append(f"None if h{index} is None else (h{index}.device, {geometry})")
             ids.append(f"h{index}.id")
-        elif (codes := number_codes(argument, base)) and "List" not in kind:
+        elif codes := number_codes(argument, base):
             handles.append(f"t{index} = type({variable})")
             travels = f"t{index} is float"
             if "q" in codes:
                 travels += f" or t{index} is int and {-(1 << 63)} <= {variable} < {1 << 63}"
-            keys.append(f"t{index} if {travels} else (t{index}, {variable})")
+            keys.append(f"t{index} if {travels} else (t{index}, told_apart({variable}))")
             numbers.append(f"*(({variable},) if {travels} else ())")
         elif "List" in kind:
             keys.append(f"None if {variable} is None else tuple({variable})")
@@ -368,7 +378,7 @@ def kernel({", ".join(parameters)}):
         {body}
     except (AttributeError, RuntimeError):
         return general({", ".join(call)})
-    key = ({", ".join(keys)},)
+    key = (floats(), {", ".join(keys)})
     entry = get(key)
     if entry is None:
         devices = {{each.device for each in ({", ".join(ids).replace(".id", "")},) if each}}

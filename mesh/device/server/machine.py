@@ -251,7 +251,7 @@ class Machine:
         args, kwargs = program.arguments(tensors, values)
         if program.is_random:
             self._random.enter(program.template.device)
-        result = program.operator(*args, **kwargs)
+        result = program.operate(args, kwargs)
         if isinstance(result, torch.Tensor):
             return [result]
         return list(_flat(result))

@@ -128,6 +128,17 @@ class Program:
         count = self._positional
         return flat[:count], dict(zip(self._names, flat[count:], strict=True))
 
+    def operate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the operator, with torch's default type as it is at the client."""
+        before, floats = torch.get_default_dtype(), self.template.floats
+        if before is floats:
+            return self.operator(*args, **kwargs)
+        torch.set_default_dtype(floats)
+        try:
+            return self.operator(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
     def step(self, values: Sequence[Any], run: Callable[[Program, Sequence[Any]], object]) -> Step:
         """Return what runs it with these values, and what that depends on."""
         name, start = self.template.name, len(self.tensors)

@@ -105,7 +105,7 @@ def test_no_view_reaches_beyond_its_storage(geometry: Geometry, why: str) -> Non
 
 def negative() -> bytes:
     return wire.cbor.encode(
-        ["mesh::read", 0, [[1, "float32", [1], [1], -1]], [], []], max_size=1000
+        ["mesh::read", 0, [[1, "float32", [1], [1], -1]], [], [], "float32"], max_size=1000
     )
 
 
@@ -161,6 +161,14 @@ def test_operators_that_are_not_on_the_list_have_no_way_in(name: str) -> None:
     with pytest.raises(ProtocolError, match="may be run"):
         client.run(Template(name, 0))
     assert computes(client)
+
+
+@pytest.mark.parametrize("floats", ["int64", "complex64", "float8_e4m3fn", "nope", 1])
+def test_a_default_type_that_torch_can_not_have_is_refused(floats: Any) -> None:
+    value = wire.cbor.encode(["mesh::read", 0, [], [], [], floats], max_size=1000)
+    message = b"\x03\x63\0\0\0" + len(value).to_bytes(4, "little") + value
+    with pytest.raises(ProtocolError):
+        Client().send(message)
 
 
 @pytest.mark.parametrize("name", ["aten::add.Nope", "aten::add.__class__", "aten::add._schema"])

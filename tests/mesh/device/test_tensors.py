@@ -209,6 +209,29 @@ def foreach(d: Any) -> Any:
     return xs, torch._foreach_norm(xs), torch._foreach_addcdiv(xs, xs, [x + 1 for x in xs], 0.5)
 
 
+def default_types(d: Any) -> Any:
+    before = torch.get_default_dtype()
+    found = []
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            x = torch.arange(1, 4, device=d)
+            found += [x / 2, x.sqrt(), x * 1.5, torch.ones(2, device=d), x * 1j]
+            found += [torch.full((2,), 0.1, device=d), torch.linspace(0, 1, 3, device=d)]
+            found += torch._foreach_div([x], 2)
+    finally:
+        torch.set_default_dtype(before)
+    return found
+
+
+def options_that_are_numbers(d: Any) -> Any:
+    x = torch.arange(4.0, device=d) / 4
+    found = [torch.full((2,), zero, device=d) for zero in (complex(0, -0.0), complex(-0.0, 0))]
+    zeros = [(sign, torch.signbit(part)) for sign in found for part in (sign.real, sign.imag)]
+    counts = [torch.histogram(x, 2, range=(0.0, most)) for most in (1.0, 2.0)]
+    return zeros, counts
+
+
 GROWN = (
     *(torch.add, torch.mul, torch.maximum, torch.atan2, torch.fmod, torch.mm, torch.div),
     lambda x, y, out: torch.sin(x, out=out),
@@ -242,6 +265,7 @@ def test_what_grows_takes_the_layout_that_torch_gives_it(work: Any, d: torch.dev
         *(views_and_writes, out_arguments, indexing, wrapped_numbers, complex_bits, foreach),
         *(devices_and_types, second_order, transforms, random_numbers, resizing, reductions),
         *(frozen_statistics, algebra, recurrent, copies, batches, shape_that_varies),
+        *(default_types, options_that_are_numbers),
     ],
     ids=lambda program: program.__name__,
 )

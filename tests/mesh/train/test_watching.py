@@ -259,9 +259,21 @@ class SlotsBelow(Slots):
     pass
 
 
+class Dice(random.Random):
+    """Its state is none of its attributes."""
+
+
 @pytest.mark.parametrize(
     "root",
-    [SlotsBelow(), logs, counts, threading.Lock(), [torch.Generator()], torch.zeros(1 << 10)],
+    [
+        SlotsBelow(),
+        Dice(1),
+        logs,
+        counts,
+        threading.Lock(),
+        [torch.Generator()],
+        torch.zeros(1 << 10),
+    ],
 )
 def test_what_can_not_be_seen_is_said(root: object) -> None:
     with pytest.raises(NotUnderstood):
