@@ -18,14 +18,13 @@ from auth import Grant, MeshError, NodeId, PeerIdentity, SocketAddress
 from transport.addresses import format_address
 from transport.carrier import NOT_NOW, Carrier, NotNow
 from transport.cbor import CborValue
-from transport.codes import AppCode, decode_error, error_of_code
+from transport.codes import AppCode, decode_error, encode_error
 from transport.deadlines import Deadlines
+from transport.endings import error_of_end
 from transport.errors import (
     ConnectionClosed,
     DeadlineExceeded,
     LimitExceeded,
-    PeerLost,
-    ProtocolError,
 )
 from transport.frames import LENGTH, request_frame, take_reply
 from transport.protocol.events import (
@@ -371,9 +370,8 @@ class Connection:
         """Raise how the connection ended, if it has, about `what` at `stage`."""
         if self.closed is not None:
             error = self.closed
-            raise decode_error(
-                {**_parts(error), "what": what, "stage": stage}, peer=self._who()
-            ) from error
+            parts = {**encode_error(error), "what": what, "stage": stage}
+            raise decode_error(parts, peer=self._who()) from error
 
     # -- called by the endpoint
 
@@ -473,7 +471,7 @@ class Connection:
                 self.alpn = alpn
                 self.handshaken.set()
             case ConnectionEnded():
-                self._finish(self._error_of(event))
+                self._finish(error_of_end(self.core, event, self._who()))
             case _:
                 pass
 
@@ -590,33 +588,6 @@ class Connection:
             except Exception:
                 _log.exception("a callback failed at the end of %r", self)
 
-    def _error_of(self, end: ConnectionEnded) -> MeshError:
-        who = self._who()
-        failure, refused = self.core.failure, self.core.peer_error
-        if failure is not None:
-            return type(failure)("connection", peer=who, why=failure.why, fix=failure.fix)
-        if refused is not None:
-            return type(refused)(
-                "connection", peer=who, stage="handshake", why=refused.why, fix=refused.fix
-            )
-        if end.by is EndedBy.SILENCE:
-            return PeerLost(
-                "connection", peer=who, why=end.reason, fix="Is the peer's process still running?"
-            )
-        if not end.is_application and end.code:
-            return ProtocolError(
-                "connection",
-                peer=who,
-                stage="handshake" if self.core.peer is None else None,
-                why=f"{end.reason or 'QUIC error'} (code {end.code:#x})",
-            )
-        error = error_of_code(end.code, "connection", peer=who)
-        if end.reason:
-            error.why = end.reason
-        elif end.by is EndedBy.LOCAL:
-            error.why = "closed here"
-        return error
-
     def _who(self) -> str:
         where = format_address(self.remote_address)
         if self._peer is not None:
@@ -624,11 +595,3 @@ class Connection:
         if self.core.peer is not None:
             return f"{self.core.peer.short} at {where}"
         return where
-
-
-def _parts(error: MeshError) -> dict[str, CborValue]:
-    return {
-        name: text
-        for name, text in (("code", error.code), ("why", error.why), ("fix", error.fix))
-        if text is not None
-    }

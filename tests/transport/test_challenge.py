@@ -203,6 +203,7 @@ async def test_the_credential_reaches_the_callback_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="quicmesh")
 
     def decision(request: object) -> Grant | Denial:
         assert isinstance(request, ConnectRequest | ServiceRequest)
