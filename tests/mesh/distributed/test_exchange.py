@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -352,9 +353,10 @@ def test_closing_the_node_ends_the_group(cluster) -> None:
         leaving.portal.call(_close_all, leaving)
         with pytest.raises(CollectiveError, match="rank 1"):
             work.wait()
+        with contextlib.suppress(CollectiveError):
+            groups[1].barrier().wait()  # rank 0 has been at it
         with pytest.raises(CollectiveError):
-            for _ in range(2):  # rank 0 has been at the first one
-                groups[1].barrier().wait()
+            groups[1].barrier().wait()
         for group in groups:
             group.shutdown()
 
