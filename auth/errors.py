@@ -81,8 +81,8 @@ class MeshError(Exception):
         text = head if self.why is None else f"{head}: {self.why}"
         if self.fix is None:
             return text
-        # Where an error is the reason of another it has its full stop already.
-        return f"{text} {self.fix}" if text.endswith(".") else f"{text}. {self.fix}"
+        # Where an error is the reason of another it has its full stop, or question mark, already.
+        return f"{text} {self.fix}" if text.endswith((".", "?")) else f"{text}. {self.fix}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from the parts: the default would pass only `what` and lose the keyword arguments.

@@ -69,13 +69,12 @@ class ProcessGroupMesh(_ProcessGroup):
     ) -> None:
         super().__init__(exchange.rank, exchange.size)
         self.options = options
-        self._rank = exchange.rank
-        self._size = exchange.size
+        self._rank, self._size = exchange.rank, exchange.size
         self._store = store
         self._engine = Engine(exchange, timeout.total_seconds())
-        inside = options.inside if options else {}
         try:
-            self._inside = backends_inside(inside, exchange, store, timeout)
+            asked = options.inside if options else {}
+            self._inside = backends_inside(asked, exchange, store, timeout)
         except BaseException:
             self._engine.abort()
             raise

@@ -28,6 +28,8 @@ def test_a_message_joins_what_is_known() -> None:
         "move of tensor 'w' with gpu-a (k7f3-9q2m) at stage 'claim' after 1.2 s: "
         "the token has expired. Ask the owner for a new one."
     )
+    asked = MeshError("move", why=str(MeshError("send", fix="Is it there?")), fix="Look.")
+    assert str(asked) == "move: send. Is it there? Look."
     assert str(MeshError("move")) == "move"
 
 
