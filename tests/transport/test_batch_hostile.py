@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.profiles import one_in
 from tests.transport.pair import World, connect
+from transport.protocol.batch.connection import IDLE_STEP
 from transport.protocol.batch.frames import FULL_FRAME, FULL_FRAME_TYPE, VARINT_4, VARINT_8
 from transport.protocol.batch.reader import _Packets
 from transport.protocol.batch.sealing import Sealer, decode_packet_number
@@ -131,6 +132,24 @@ def test_nothing_is_opened_over_what_has_landed(landed: int, after: int) -> None
     send([4000 + 1000 * at for at in range(8) if at < landed or at > 2])
     send([after, *(12_000 + 1000 * at for at in range(4))])
     assert memory == data[:12_000] + bytes(288_000)
+
+
+def test_the_idle_timeout_counts_from_what_came_last() -> None:
+    world = World()
+    dialer, listener = connect(world)
+    peer, own = dialer.core.quic, listener.core.quic
+    for seconds in (0.0, 20.0, 40.0):
+        now = world.now + seconds
+        sealer = Sealer(
+            keys_of(peer.data_crypto.send), peer._peer_cid.cid, spin=False, room=bytearray(1 << 10)
+        )
+        sealer.add(peer._packet_number, bytes([0x01]) + bytes(60))
+        peer._packet_number += 1
+        batch = bytearray(sealer.finish())
+        assert not listener.core.receive_batch(
+            batch, len(batch), len(batch), dialer.host.address, now
+        )
+        assert own._close_at == pytest.approx(now + own._idle_timeout(), abs=2 * IDLE_STEP)
 
 
 def test_what_is_something_else_is_left_where_it_lies() -> None:

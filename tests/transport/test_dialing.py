@@ -258,6 +258,15 @@ async def test_every_address_is_named_with_its_own_error() -> None:
             assert target.node_id.short in text
 
 
+async def test_a_peer_has_not_ended_while_one_of_its_addresses_is_silent() -> None:
+    with closed() as refused, silent() as mute:
+        async with endpoint() as dialer:
+            target = PeerAddress(SecretKey.generate().node_id, (refused, mute))
+            with pytest.raises(ConnectTimeout, match="nothing listens") as caught:
+                await dialer.connect(target, timeout=0.5)
+            assert not caught.value.is_refused
+
+
 async def test_a_closed_port_is_known_long_before_the_deadline() -> None:
     with closed() as address:
         async with endpoint() as dialer:
