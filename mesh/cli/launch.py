@@ -78,10 +78,11 @@ def run(
         bool, typer.Option("--module", "-m", help="The program is a module's name.")
     ] = False,
 ) -> None:
-    """Start the ranks of a PyTorch program, which find each other without address or port.
+    """Start the ranks of a PyTorch program on this machine.
 
-    They have torchrun's environment variables and the backend "mesh". Signals go to all of them;
-    when one fails the others are ended, and its exit code is the command's.
+    They find each other without address or port, and have torchrun's environment variables and the
+    backend "mesh". Signals go to all of them; when one fails the others are ended, and its exit
+    code is the command's.
     """
     import anyio
 

@@ -93,7 +93,10 @@ def up(
 
 
 def down(context: typer.Context) -> None:
-    """Stop this machine's daemon: its peers are told, and it is gone when this returns."""
+    """Stop this machine's peer daemon.
+
+    Its peers are told, and it is gone when this returns.
+    """
     home: Home = context.obj
     if home.running() is None:
         print(f"no daemon runs in {home.path}")
@@ -103,7 +106,10 @@ def down(context: typer.Context) -> None:
 
 
 def status(context: typer.Context, json: JsonOption = False) -> None:
-    """Show the daemon, and every peer: how far it got with it, path, round trip, bytes."""
+    """Show the daemon and how it stands with every peer.
+
+    The state of a peer is the last step that worked, the reason is why the next one did not.
+    """
     answer = run(ask, context.obj, "node.status", None)
     if json:
         json_out(answer)

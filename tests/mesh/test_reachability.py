@@ -188,7 +188,7 @@ async def test_ping_is_a_number_or_one_of_three_reasons() -> None:
 async def test_status_separates_how_far_it_got() -> None:
     class Choosy:
         async def authorize(self, request: AccessRequest) -> Grant | Denial:
-            return Denial("not-authorized", "not in authorised keys")
+            return Denial("not-authorized", "not in authorized keys")
 
     with silent() as mute:
         async with node() as here, node() as good, node(Choosy()) as choosy:
@@ -212,14 +212,14 @@ async def test_status_separates_how_far_it_got() -> None:
                 quiet: PeerState.DISCOVERED,
                 impostor: PeerState.REACHABLE,
                 leaver.node_id: PeerState.AUTHENTICATED,
-                good.node_id: PeerState.AUTHORISED,
+                good.node_id: PeerState.AUTHORIZED,
                 choosy.node_id: PeerState.REFUSED,
             }
             assert found[untried].reason is None
             assert "no answer" in (found[quiet].reason or "")
             assert good.node_id.short in (found[impostor].reason or "")
             assert found[leaver.node_id].reason == "left"
-            assert found[choosy.node_id].reason == "not in authorised keys"
+            assert found[choosy.node_id].reason == "not in authorized keys"
 
 
 @pytest.mark.parametrize("bind", ["lo:0", "127.0.0.0/8:0", "127.0.0.1,[::1]"])
