@@ -35,7 +35,7 @@ def add_to(app: typer.Typer) -> None:
 
 def bench(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="Petname, node id or ticket.")],
+    target: Annotated[str, typer.Argument(metavar="PEER", help="Petname, node id or ticket.")],
     sizes: Annotated[
         str, typer.Option(metavar="SIZE,...", help="Sizes of tensors to move, as in 64K,1M,2G.")
     ] = DEFAULT_SIZES,

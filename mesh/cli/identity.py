@@ -80,7 +80,7 @@ def show(context: typer.Context, json: JsonOption = False) -> None:
 def allow(
     context: typer.Context,
     node: Annotated[str, typer.Argument(metavar="ID", help="The whole node id (`mesh id`).")],
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A petname.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A petname.")] = None,
     scopes: Annotated[str, typer.Option(help="What it may do, separated by commas.")] = ",".join(
         DEFAULT_SCOPES
     ),

@@ -35,9 +35,12 @@ def add_to(app: typer.Typer) -> None:
 
 def run(
     context: typer.Context,
-    program: Annotated[str, typer.Argument(help="Python file, or module with -m.")],
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="Python file, or module with -m.")
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the program.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENT", help="Arguments of the program.", show_default=False),
     ] = None,
     nproc_per_node: Annotated[
         int, typer.Option("--nproc-per-node", min=1, help="Ranks on each machine.")

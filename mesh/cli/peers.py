@@ -52,7 +52,7 @@ def peers(context: typer.Context, json: JsonOption = False) -> None:
 
 def ping(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="Petname, node id or ticket.")],
+    target: Annotated[str, typer.Argument(metavar="PEER", help="Petname, node id or ticket.")],
     count: Annotated[
         int, typer.Option("-c", "--count", min=1, max=100, help="How many round trips.")
     ] = 3,
@@ -80,7 +80,9 @@ def ping(
 
 def join(
     context: typer.Context,
-    ticket: Annotated[str, typer.Argument(help="What `mesh up` or `mesh invite` printed there.")],
+    ticket: Annotated[
+        str, typer.Argument(metavar="TICKET", help="What `mesh up` or `mesh invite` printed there.")
+    ],
     name: Annotated[
         str | None,
         typer.Option("--name", help="What to call that machine; default: its host name."),
