@@ -14,7 +14,12 @@ import torch
 
 from auth import Grant, NodeId, PeerIdentity
 from mesh.rpc import wire
-from mesh.rpc.carriage import Room, beside, together
+from mesh.rpc.answering.prompt import Prompt
+from mesh.rpc.answering.serve_stream import StreamService
+from mesh.rpc.answering.sources import is_generator
+from mesh.rpc.encoding.exceptions import encode_exception
+from mesh.rpc.encoding.pickled import PICKLE_SCOPE, may_unpickle, refuse_pickle
+from mesh.rpc.encoding.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.errors import (
     NotExposed,
     RefLost,
@@ -22,23 +27,18 @@ from mesh.rpc.errors import (
     RpcTimeout,
     Unsendable,
 )
-from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.functions import is_async_execution
 from mesh.rpc.limits import is_answering
 from mesh.rpc.links import Link
-from mesh.rpc.operators import call_operator, check_operator, is_prompt, result_bound
-from mesh.rpc.owned import Owned
-from mesh.rpc.parts import Parts
-from mesh.rpc.passing import Incoming as IncomingRefs
-from mesh.rpc.passing import Outgoing
-from mesh.rpc.pickled import PICKLE_SCOPE, may_unpickle, refuse_pickle
-from mesh.rpc.placement import own_device
-from mesh.rpc.prompt import Prompt
-from mesh.rpc.serve_stream import StreamService
-from mesh.rpc.sizes import nbytes_of
-from mesh.rpc.sources import is_generator
-from mesh.rpc.targets import Target
-from mesh.rpc.values import Packed, Packer, Received, Unpacker
+from mesh.rpc.names.operators import call_operator, check_operator, is_prompt, result_bound
+from mesh.rpc.names.targets import Target
+from mesh.rpc.refs.owned import Owned
+from mesh.rpc.refs.passing import Incoming as IncomingRefs
+from mesh.rpc.refs.passing import Outgoing
+from mesh.rpc.tensors.carriage import Room, beside, together
+from mesh.rpc.tensors.parts import Parts
+from mesh.rpc.tensors.placement import own_device
+from mesh.rpc.tensors.sizes import nbytes_of
 from mesh.rpc.wire import Answer, RefNotes, Request
 from mesh.rpc.workers import aside
 from tensor_bridge import QuotaExceeded

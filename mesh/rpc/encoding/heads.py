@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-from mesh.rpc.targets import Target
-from mesh.rpc.values import MAX_ITEMS, MAX_TENSORS
+from mesh.rpc.encoding.values import MAX_ITEMS, MAX_TENSORS
+from mesh.rpc.names.targets import Target
 from tensor_bridge import TensorMeta, decode_meta, encode_meta
 from tensor_bridge.fields import Fields
 from transport import CborValue, ProtocolError, cbor

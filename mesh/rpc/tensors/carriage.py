@@ -11,7 +11,7 @@ import anyio
 import torch
 
 from auth import Grant, MeshError, NodeId
-from mesh.rpc.placement import own_device
+from mesh.rpc.tensors.placement import own_device
 from mesh.rpc.wire import PART_SERVICE, Beside, PartAccepted, PartOpen, Request
 from tensor_bridge import QuotaExceeded, TensorMeta, describe
 from tensor_bridge.lanes import Lanes, choose_lane

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import anyio
 
 from auth import ADMIN, IdentityError, MeshError, NodeId
-from mesh.rpc.owned import RefRow
+from mesh.rpc.refs.owned import RefRow
 from tensor_bridge.fields import Fields
 from transport import CborValue, Connection, Endpoint, Incoming, ProtocolError, ServiceUnknown
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mesh.rpc.errors import RpcError
-from mesh.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_TIMEOUT, RpcBackendOptions
+from mesh.rpc.job.options import DEFAULT_INIT_METHOD, DEFAULT_TIMEOUT, RpcBackendOptions
 
 if TYPE_CHECKING:
-    from mesh.rpc.worker import Worker
+    from mesh.rpc.job.worker import Worker
 
 __all__ = [
     "BackendType",

@@ -31,10 +31,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from auth import IdentityError, NodeId
+from mesh.rpc.encoding.pickled import has_pickle, read_pickle, refuse_pickle, write_pickle
 from mesh.rpc.errors import Unsendable
-from mesh.rpc.exposed import Exposures, exposed_name
-from mesh.rpc.pickled import has_pickle, read_pickle, refuse_pickle, write_pickle
-from mesh.rpc.types import TypeTable
+from mesh.rpc.names.exposed import Exposures, exposed_name
+from mesh.rpc.names.types import TypeTable
 from mesh.rpc.workers import aside
 from tensor_bridge import TensorError, describe, dtype_name, dtype_of, tensor_bytes
 from transport import CborValue, ProtocolError

@@ -23,8 +23,8 @@ from typing import Any
 
 from auth import NodeId
 from mesh.rpc.errors import RefLost
-from mesh.rpc.sizes import nbytes_of
-from mesh.rpc.targets import ID_BYTES
+from mesh.rpc.names.targets import ID_BYTES
+from mesh.rpc.tensors.sizes import nbytes_of
 from mesh.rpc.wire import Fork
 from transport import LimitExceeded
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from auth import NodeId
 from mesh.rpc.errors import RpcError
-from mesh.rpc.holding import Held
-from mesh.rpc.owned import Owned, new_id
-from mesh.rpc.roster import WorkerInfo
+from mesh.rpc.job.roster import WorkerInfo
+from mesh.rpc.refs.holding import Held
+from mesh.rpc.refs.owned import Owned, new_id
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent

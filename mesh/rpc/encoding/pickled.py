@@ -106,7 +106,7 @@ def _pickler() -> Any:
     if _made is None:
         # Both stand on what this belongs to.
         from mesh.rpc.modules import RemoteModule
-        from mesh.rpc.reference import RRef
+        from mesh.rpc.refs.reference import RRef
 
         _made = _InternalRPCPickler()  # type: ignore[no-untyped-call]
         _made._register_reducer(RRef, _reduce)

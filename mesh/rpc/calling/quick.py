@@ -16,15 +16,15 @@ import torch
 
 from auth import MeshError, NodeId
 from mesh.rpc.bridge import ended
-from mesh.rpc.carriage import beside, together
+from mesh.rpc.encoding.exceptions import decode_exception
+from mesh.rpc.encoding.patterns import answer_pattern, write_request
+from mesh.rpc.encoding.values import Packer, Unpacker
 from mesh.rpc.errors import RpcError, as_runtime_error
-from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.limits import GRACE, timed_out
 from mesh.rpc.links import current_context
-from mesh.rpc.patterns import answer_pattern, write_request
-from mesh.rpc.reference import RRef
-from mesh.rpc.targets import target_of
-from mesh.rpc.values import Packer, Unpacker
+from mesh.rpc.names.targets import target_of
+from mesh.rpc.refs.reference import RRef
+from mesh.rpc.tensors.carriage import beside, together
 from mesh.rpc.wire import CALL_SERVICE, Answer, Request
 from mesh.rpc.workers import may_block
 from transport import NOT_NOW, CborValue, Connection, DeadlineExceeded, NotNow

@@ -9,18 +9,18 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mesh.rpc.carriage import beside
-from mesh.rpc.exceptions import encode_exception
-from mesh.rpc.operators import prompt_operator, result_bound
-from mesh.rpc.passing import Outgoing
-from mesh.rpc.patterns import KEPT, Pattern, request_pattern, write_answer
-from mesh.rpc.values import Packer
+from mesh.rpc.encoding.exceptions import encode_exception
+from mesh.rpc.encoding.patterns import KEPT, Pattern, request_pattern, write_answer
+from mesh.rpc.encoding.values import Packer
+from mesh.rpc.names.operators import prompt_operator, result_bound
+from mesh.rpc.refs.passing import Outgoing
+from mesh.rpc.tensors.carriage import beside
 from mesh.rpc.wire import Answer
 from transport import NOT_NOW, CborValue, Incoming, NotNow
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
-    from mesh.rpc.parts import Parts
+    from mesh.rpc.tensors.parts import Parts
 
 __all__ = ["Prompt"]
 

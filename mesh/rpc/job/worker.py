@@ -18,9 +18,9 @@ from mesh import blocking
 from mesh.rpc.agent import Agent
 from mesh.rpc.errors import RpcError, RpcTimeout
 from mesh.rpc.futures import CallFuture
+from mesh.rpc.job.roster import Roster, WorkerInfo
 from mesh.rpc.links import like_this_thread
-from mesh.rpc.placement import DeviceMap, Placement, check_maps
-from mesh.rpc.roster import Roster, WorkerInfo
+from mesh.rpc.tensors.placement import DeviceMap, Placement, check_maps
 from mesh.threads import Completer
 
 __all__ = ["FIND_SECONDS", "Worker", "busy"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from mesh.rpc.errors import RpcError
-from mesh.rpc.exposed import exposed_name
-from mesh.rpc.operators import operator_name
+from mesh.rpc.names.exposed import exposed_name
+from mesh.rpc.names.operators import operator_name
 from tensor_bridge.fields import Fields
 from transport import CborValue
 

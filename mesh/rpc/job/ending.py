@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 
-from mesh.rpc.worker import Worker, busy
+from mesh.rpc.job.worker import Worker, busy
 
 __all__ = ["end_together"]
 

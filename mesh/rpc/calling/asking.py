@@ -14,19 +14,19 @@ import anyio
 import torch
 
 from auth import MeshError, NodeId
-from mesh.rpc.carriage import beside, fetch_part, together, with_parts
+from mesh.rpc.encoding.exceptions import decode_exception
+from mesh.rpc.encoding.pickled import has_pickle, may_unpickle, refuse_pickle
+from mesh.rpc.encoding.values import Packed, Packer, Received, Unpacker
 from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
-from mesh.rpc.exceptions import decode_exception
-from mesh.rpc.exposed import exposed_name
-from mesh.rpc.holding import Held
 from mesh.rpc.limits import GRACE, PATIENCE, STREAMS_BACK, is_answering, limit
-from mesh.rpc.operators import operator_name
-from mesh.rpc.owned import Owned, new_id
-from mesh.rpc.passing import Incoming, Outgoing
-from mesh.rpc.pickled import has_pickle, may_unpickle, refuse_pickle
-from mesh.rpc.reference import RRef
-from mesh.rpc.targets import Target, target_of
-from mesh.rpc.values import Packed, Packer, Received, Unpacker
+from mesh.rpc.names.exposed import exposed_name
+from mesh.rpc.names.operators import operator_name
+from mesh.rpc.names.targets import Target, target_of
+from mesh.rpc.refs.holding import Held
+from mesh.rpc.refs.owned import Owned, new_id
+from mesh.rpc.refs.passing import Incoming, Outgoing
+from mesh.rpc.refs.reference import RRef
+from mesh.rpc.tensors.carriage import beside, fetch_part, together, with_parts
 from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request
 from transport import AppCode, CborValue, Connection, TransportError
 

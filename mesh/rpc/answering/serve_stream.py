@@ -14,19 +14,19 @@ import anyio
 import torch
 
 from auth import MeshError
-from mesh.rpc.carriage import Room, beside, together
+from mesh.rpc.answering.sources import Source, source_of
+from mesh.rpc.encoding.exceptions import encode_exception
 from mesh.rpc.errors import PickleRefused, RpcError, Unsendable
-from mesh.rpc.exceptions import encode_exception
 from mesh.rpc.links import current_context
-from mesh.rpc.parts import Parts
-from mesh.rpc.passing import Outgoing
-from mesh.rpc.sources import Source, source_of
+from mesh.rpc.refs.passing import Outgoing
+from mesh.rpc.tensors.carriage import Room, beside, together
+from mesh.rpc.tensors.parts import Parts
 from mesh.rpc.wire import SCOPE, STREAM_SERVICE, Answer, Beside, Request, Wanted
 from transport import AppCode, Endpoint, Incoming, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
-    from mesh.rpc.service import RpcService
+    from mesh.rpc.answering.service import RpcService
 
 __all__ = ["AHEAD", "StreamService"]
 

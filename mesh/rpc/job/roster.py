@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from auth import IdentityError, NodeId, SocketAddress
 from mesh.rpc.errors import RpcError, RpcTimeout
-from mesh.rpc.types import register_type
+from mesh.rpc.names.types import register_type
 from transport import (
     AddressError,
     CborValue,

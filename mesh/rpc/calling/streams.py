@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 
 from auth import MeshError, NodeId
+from mesh.rpc.answering.sources import Source
 from mesh.rpc.bridge import ended
-from mesh.rpc.carriage import beside, together, with_parts
+from mesh.rpc.encoding.exceptions import decode_exception
 from mesh.rpc.errors import RpcError
-from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.limits import limit
-from mesh.rpc.owned import new_id
-from mesh.rpc.passing import Outgoing
-from mesh.rpc.sources import Source
-from mesh.rpc.targets import Target
+from mesh.rpc.names.targets import Target
+from mesh.rpc.refs.owned import new_id
+from mesh.rpc.refs.passing import Outgoing
+from mesh.rpc.tensors.carriage import beside, together, with_parts
 from mesh.rpc.wire import STREAM_SERVICE, Answer, Request, Wanted
 from transport import AppCode, CborValue, Connection, Stream, TransportError
 

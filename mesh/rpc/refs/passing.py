@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from auth import IdentityError, NodeId, PeerIdentity, SocketAddress
 from mesh.rpc.errors import RpcError
-from mesh.rpc.holding import Held
-from mesh.rpc.owned import Owned, new_id
-from mesh.rpc.reference import RRef
-from mesh.rpc.targets import ID_BYTES
+from mesh.rpc.names.targets import ID_BYTES
+from mesh.rpc.refs.holding import Held
+from mesh.rpc.refs.owned import Owned, new_id
+from mesh.rpc.refs.reference import RRef
 from mesh.rpc.wire import Fork, RefNotes, Share
 from transport import AddressError, CborValue, ProtocolError, format_address, parse_address
 

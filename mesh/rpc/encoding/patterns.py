@@ -1,9 +1,9 @@
 """Short messages by pattern: a few plain values and small tensors, as most calls have.
 
-They are the bytes that `mesh.rpc.values` and `mesh.rpc.wire` write and read. But programs make such
-calls over and over, and what does not depend on the content of tensors is worked out once and kept:
-what is left to do for a message is to copy its tensors. What is not so simple has no pattern, and
-goes the general way.
+They are the bytes that `mesh.rpc.encoding.values` and `mesh.rpc.wire` write and read. But programs
+make such calls over and over, and what does not depend on the content of tensors is worked out once
+and kept: what is left to do for a message is to copy its tensors. What is not so simple has no
+pattern, and goes the general way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mesh.rpc.heads import (
+from mesh.rpc.encoding.heads import (
     SHORT,
     Shapes,
     answer_head,
@@ -24,7 +24,7 @@ from mesh.rpc.heads import (
     read_request_head,
     request_head,
 )
-from mesh.rpc.targets import Target, target_of
+from mesh.rpc.names.targets import Target, target_of
 from tensor_bridge import TensorMeta, describe
 from tensor_bridge.codec import is_plain
 from transport import CborValue, ProtocolError, cbor

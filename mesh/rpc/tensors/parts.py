@@ -11,9 +11,9 @@ import anyio
 import torch
 
 from auth import Grant, NodeId
-from mesh.rpc.carriage import Room, serve_receive, serve_send
 from mesh.rpc.errors import RefLost
-from mesh.rpc.owned import new_id
+from mesh.rpc.refs.owned import new_id
+from mesh.rpc.tensors.carriage import Room, serve_receive, serve_send
 from mesh.rpc.wire import Beside, PartOpen, Request
 from tensor_bridge.moves import Landing
 from transport import Incoming, LimitExceeded, ProtocolError
