@@ -99,7 +99,6 @@ class Job:
         self._say = say
         self._ranks: dict[int, anyio.abc.Process] = {}
         self._code = 0
-        self._stopping: anyio.CancelScope | None = None
         self._end = anyio.Event()
         self._signal = signal.SIGTERM
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import anyio
@@ -19,7 +19,6 @@ from mesh.rpc.answering.sources import Source
 from mesh.rpc.bridge import Bridge
 from mesh.rpc.calling.asking import Asking
 from mesh.rpc.calling.streams import RemoteIterator
-from mesh.rpc.encoding.values import Packed
 from mesh.rpc.errors import RefLost
 from mesh.rpc.limits import limit
 from mesh.rpc.names.exposed import Exposures, exposures
@@ -28,7 +27,7 @@ from mesh.rpc.names.types import TypeTable, registered_types
 from mesh.rpc.refs.holding import FLUSH_SECONDS, Holdings
 from mesh.rpc.refs.listing import register_listing
 from mesh.rpc.refs.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
-from mesh.rpc.refs.passing import Outgoing, held
+from mesh.rpc.refs.passing import held
 from mesh.rpc.refs.reference import RRef
 from mesh.rpc.tensors.placement import Placement
 from mesh.rpc.wire import REFS_SERVICE, Fork, RefNotes, Request
@@ -46,8 +45,6 @@ from transport import (
 if TYPE_CHECKING:
     from mesh.node import Node
 
-_Ready: TypeAlias = tuple[Outgoing, Packed]
-
 __all__ = ["DEFAULT_TIMEOUT", "DEFAULT_WORKERS", "Agent"]
 
 DEFAULT_TIMEOUT = 60.0
@@ -55,9 +52,6 @@ DEFAULT_TIMEOUT = 60.0
 
 DEFAULT_WORKERS = 16
 """Functions that block which run at a time; upstream's default."""
-
-GRACE = 1.0
-"""Seconds that a callee has beyond a call's limit to say itself that the time was up."""
 
 MAX_HINTS = 1024
 """Owners of whom only another peer has said where they are."""

@@ -28,7 +28,7 @@ from mesh.rpc.errors import (
     Unsendable,
 )
 from mesh.rpc.functions import is_async_execution
-from mesh.rpc.limits import is_answering
+from mesh.rpc.limits import is_answering, timed_out
 from mesh.rpc.links import Link
 from mesh.rpc.names.operators import call_operator, check_operator, is_prompt, result_bound
 from mesh.rpc.names.targets import Target
@@ -397,14 +397,7 @@ class RpcService:
                 return await work()
             except Exception as error:
                 raise _Raised(error) from error
-        raise _Raised(
-            RpcTimeout(
-                str(request.target),
-                after=request.seconds,
-                why=f"the RPC ran for more than the set timeout ({request.seconds:g} s)",
-                fix="Give it more time: timeout=, in seconds; 0 is no limit.",
-            )
-        )
+        raise _Raised(timed_out(str(request.target), None, request.seconds))
 
     # -- inside
 
