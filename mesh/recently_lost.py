@@ -8,7 +8,7 @@ from collections.abc import Callable
 from auth import MeshError, NodeId
 from transport import Connection, ConnectionClosed, PeerLost, Superseded
 
-__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "RETURN_SECONDS", "Returns"]
+__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "RETURN_SECONDS", "RecentlyLost"]
 
 RETURN_SECONDS = 5.0
 """How long a lost peer has to come back before a dial fails at its first try: a program that is
@@ -21,7 +21,7 @@ MAX_LOST = 1024
 """Lost peers remembered; the oldest are forgotten first."""
 
 
-class Returns:
+class RecentlyLost:
     """Who was lost, and when.
 
     Args:
