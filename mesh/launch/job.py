@@ -15,9 +15,9 @@ import anyio
 import anyio.abc
 
 from auth import MeshError, Ticket
+from mesh.errors import PlaceError
 from mesh.home import Home
 from mesh.launch.output import pump
-from mesh.launch.places import PlaceError
 from mesh.node import Node
 from mesh.store import StoreClient, StoreService
 from transport import EndpointConfig, PeerAddress

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mesh.errors import PlaceError
 from mesh.launch.job import Plan
 from mesh.launch.output import MAX_LINE, Lines
-from mesh.launch.places import PlaceError, machines, rank_and_size
+from mesh.launch.places import machines, rank_and_size
 
 
 @pytest.mark.parametrize(
