@@ -89,7 +89,8 @@ def up(
     parse_bind(bind).address()  # said before PyTorch is loaded, too
     config = EndpointConfig(bind=bind, advertise=tuple(advertise or ()), linger=running.LINGER)
     start = running.in_background if detach else running.in_foreground
-    raise typer.Exit(start(context.obj, config, shared_memory, tuple(device or ())))
+    offered = tuple(device or ())
+    raise typer.Exit(start(context.obj, config, shared_memory=shared_memory, devices=offered))
 
 
 def down(context: typer.Context) -> None:

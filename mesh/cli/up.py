@@ -47,7 +47,7 @@ _SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "S
 
 
 def in_foreground(
-    home: Home, config: EndpointConfig, shared_memory: bool, devices: Sequence[str] = ()
+    home: Home, config: EndpointConfig, *, shared_memory: bool, devices: Sequence[str]
 ) -> int:
     """Run the daemon until a signal or ``mesh down``; return the exit code."""
     with held():
@@ -58,7 +58,7 @@ def in_foreground(
 
 
 def in_background(
-    home: Home, config: EndpointConfig, shared_memory: bool, devices: Sequence[str] = ()
+    home: Home, config: EndpointConfig, *, shared_memory: bool, devices: Sequence[str]
 ) -> int:
     """Start the daemon as a process of its own and return once it can be reached."""
     home.create()
