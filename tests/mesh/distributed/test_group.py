@@ -458,6 +458,29 @@ def test_one_of_several_coalesced_operations_fails_them_all(ranks) -> None:
         groups[0]._end_coalescing(torch.device("cpu")).wait()
 
 
+def test_a_block_that_raises_coalesces_no_further(ranks) -> None:
+    (group,) = ranks(1)
+    held = []
+
+    def start_one() -> None:
+        tensor = torch.ones(4096)
+        held.append(weakref.ref(tensor))
+        group.allreduce([tensor]).wait()
+
+    def fail() -> None:
+        with dist._coalescing_manager(group, torch.device("cpu")):
+            start_one()
+            assert held[0]() is not None  # it is collected
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    dist.distributed_c10d._world.pg_coalesce_state.pop(group)  # which torch forgets
+    start_one()
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+
+
 # Work and Future.
 
 
