@@ -235,10 +235,9 @@ class Job:
 
 
 def _name(number: int) -> str:
-    try:
+    with contextlib.suppress(ValueError):  # most of the real-time ones have no name
         return signal.Signals(number).name
-    except ValueError:  # most of the real-time ones have no name
-        return str(number)
+    return str(number)
 
 
 def _kill(process: anyio.abc.Process) -> None:
