@@ -15,6 +15,7 @@ from mesh.collective import staging
 from mesh.collective.errors import UnsupportedCollective
 
 __all__ = [
+    "apart",
     "blank",
     "check_distinct",
     "check_readable",
@@ -137,6 +138,33 @@ def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
         _increment_version((tensor,))
 
 
+def apart(
+    sent: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *, own: int, place: int
+) -> list[torch.Tensor]:
+    """Return `sent`, with copies of those that results would overwrite before they are sent.
+
+    Args:
+        sent: as of `gathered`.
+        outs: where results go, as of `blank`.
+        own: which of `sent` this rank has for itself, and
+        place: which of `outs` it goes to: those two may be the same memory.
+    """
+    spans = [(*_reach(out), at) for at, out in enumerate(outs) if out.numel()]
+    low = min((start for start, _, _ in spans), default=0)
+    high = max((end for _, end, _ in spans), default=0)
+
+    def is_apart(at: int) -> bool:
+        start, end = _reach(sent[at])
+        if end <= low or high <= start:
+            return True
+        return all(
+            end <= first or last <= start or (at == own and to == place and first == start)
+            for first, last, to in spans
+        )
+
+    return [each if is_apart(at) else _copied(each) for at, each in enumerate(sent)]
+
+
 def raw(elements: torch.Tensor) -> memoryview:
     """Return the bytes of what `gathered` returned. The view keeps the memory alive."""
     nbytes = elements.numel() * elements.dtype.itemsize
@@ -147,8 +175,20 @@ def raw(elements: torch.Tensor) -> memoryview:
     return memoryview(span).cast("B")
 
 
+def _copied(elements: torch.Tensor) -> torch.Tensor:
+    copied = torch.empty_like(elements)
+    raw(copied)[:] = raw(elements)  # not every type has kernels of its own
+    return copied
+
+
 def _on(name: str, tensor: torch.Tensor) -> str:
     return f"{name} on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+
+
+def _reach(elements: torch.Tensor) -> tuple[int, int]:
+    """Return the same as `_span` of what is contiguous."""
+    start = elements.data_ptr()
+    return start, start + elements.nbytes
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -209,7 +209,7 @@ class Job:
         code = await process.wait()
         _kill(process)  # what it has left of its own children
         if code and not self._code:
-            how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+            how = f"exit code {code}" if code > 0 else f"signal {_name(-code)}"
             self._say(f"rank {rank} ended with {how}; ending the others")
             self._fail(code if code > 0 else 128 - code, signal.SIGTERM)
 
@@ -231,6 +231,12 @@ class Job:
     def _kill_all(self) -> None:
         for process in self._ranks.values():
             _kill(process)
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(ValueError):  # most of the real-time ones have no name
+        return signal.Signals(number).name
+    return str(number)
 
 
 def _kill(process: anyio.abc.Process) -> None:
