@@ -89,34 +89,6 @@ def check_distinct(tensors: Sequence[torch.Tensor], name: str) -> None:
                 )
 
 
-def apart(
-    sent: Sequence[torch.Tensor],
-    into: Sequence[torch.Tensor],
-    kept: tuple[torch.Tensor, torch.Tensor],
-) -> list[torch.Tensor]:
-    """Return what is to be sent, copied where results would be written over it before it is.
-
-    Args:
-        sent: runs of elements, as from `gathered`.
-        into: where results go, as from `blank`.
-        kept: which of `sent` this rank hands to itself, and where to: those may be the same.
-    """
-    spans = [(*_span(each), each) for each in into]
-    low, high = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
-
-    def is_overwritten(each: torch.Tensor) -> bool:
-        start, end = _span(each)
-        if start >= high or end <= low:
-            return False
-        return any(
-            start < stop and first < end
-            for first, stop, other in spans
-            if not (each is kept[0] and other is kept[1] and first == start)
-        )
-
-    return [each.clone() if is_overwritten(each) else each for each in sent]
-
-
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in row order: the tensor's own memory if contiguous, else a copy."""
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
@@ -162,6 +134,33 @@ def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
         _increment_version((tensor,))
 
 
+def apart(
+    sent: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *, own: int, place: int
+) -> list[torch.Tensor]:
+    """Return `sent`, with copies of those that results would overwrite before they are sent.
+
+    Args:
+        sent: as of `gathered`.
+        outs: where results go, as of `blank`.
+        own: which of `sent` this rank has for itself, and
+        place: which of `outs` it goes to: those two may be the same memory.
+    """
+    spans = [(*_reach(out), at) for at, out in enumerate(outs) if out.numel()]
+    low = min((start for start, _, _ in spans), default=0)
+    high = max((end for _, end, _ in spans), default=0)
+
+    def is_apart(at: int) -> bool:
+        start, end = _reach(sent[at])
+        if end <= low or high <= start:
+            return True
+        return all(
+            end <= first or last <= start or (at == own and to == place and first == start)
+            for first, last, to in spans
+        )
+
+    return [each if is_apart(at) else _copied(each) for at, each in enumerate(sent)]
+
+
 def raw(elements: torch.Tensor) -> memoryview:
     """Return the bytes of what `gathered` returned. The view keeps the memory alive."""
     nbytes = elements.numel() * elements.dtype.itemsize
@@ -172,8 +171,20 @@ def raw(elements: torch.Tensor) -> memoryview:
     return memoryview(span).cast("B")
 
 
+def _copied(elements: torch.Tensor) -> torch.Tensor:
+    copied = torch.empty_like(elements)
+    raw(copied)[:] = raw(elements)  # not every type has kernels of its own
+    return copied
+
+
 def _on(name: str, tensor: torch.Tensor) -> str:
     return f"{name} on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+
+
+def _reach(elements: torch.Tensor) -> tuple[int, int]:
+    """Return the same as `_span` of what is contiguous."""
+    start = elements.data_ptr()
+    return start, start + elements.nbytes
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -152,8 +152,8 @@ def all_gather(outs: Tensors, tensor: torch.Tensor, rank: int, size: int) -> Ste
 
     def run(operation: Operation) -> None:
         buffers = [blank(out) for out in outs]
-        own = gathered(tensor)
-        collective.all_gather(operation, buffers, *apart([own], buffers, (own, buffers[rank])))
+        (own,) = apart([gathered(tensor)], buffers, own=0, place=rank)
+        collective.all_gather(operation, buffers, own)
         _scatter_all(buffers, outs)
 
     return Step(_varied("all_gather", tensor.dtype), run, _device(tensor))
@@ -172,9 +172,9 @@ def all_gather_single(out: torch.Tensor, tensor: torch.Tensor, size: int) -> Ste
 
     def run(operation: Operation) -> None:
         elements = blank(out)
-        buffers, own = list(elements.view(size, tensor.numel()).unbind(0)), gathered(tensor)
-        kept = own, buffers[operation.rank]
-        collective.all_gather(operation, buffers, *apart([own], buffers, kept))
+        buffers = list(elements.view(size, tensor.numel()).unbind(0))
+        (own,) = apart([gathered(tensor)], buffers, own=0, place=operation.rank)
+        collective.all_gather(operation, buffers, own)
         scatter_back(elements, out)
 
     return Step(_equal("all_gather_single", tensor), run, _device(tensor))
@@ -195,8 +195,7 @@ def gather(outs: Tensors | None, tensor: torch.Tensor, root: int, rank: int, siz
             collective.gather(operation, None, gathered(tensor), root)
             return
         buffers = [blank(out) for out in outs]
-        own = gathered(tensor)
-        (own,) = apart([own], buffers, (own, buffers[rank]))
+        (own,) = apart([gathered(tensor)], buffers, own=0, place=root)
         collective.gather(operation, buffers, own, root)
         _scatter_all(buffers, outs)
 
@@ -217,8 +216,7 @@ def scatter(out: torch.Tensor, chunks: Tensors | None, root: int, rank: int, siz
         elements = blank(out)
         sent = None
         if rank == root and chunks:
-            sent = [gathered(chunk) for chunk in chunks]
-            sent = apart(sent, [elements], (sent[rank], elements))
+            sent = apart([gathered(chunk) for chunk in chunks], [elements], own=root, place=0)
         collective.scatter(operation, elements, sent, root)
         scatter_back(elements, out)
 
@@ -234,9 +232,8 @@ def reduce_scatter(out: torch.Tensor, chunks: Tensors, op: Reduction, rank: int,
 
     def run(operation: Operation) -> None:
         elements = blank(out)
-        sent = [gathered(chunk) for chunk in chunks]
-        sent = apart(sent, [elements], (sent[rank], elements))
-        collective.reduce_scatter(operation, elements, sent, op)
+        parts = apart([gathered(chunk) for chunk in chunks], [elements], own=rank, place=0)
+        collective.reduce_scatter(operation, elements, parts, op)
         scatter_back(elements, out)
 
     return Step(_varied("reduce_scatter", out.dtype, str(op)), run, _device(out))
@@ -259,8 +256,8 @@ def reduce_scatter_single(
     def run(operation: Operation) -> None:
         elements = blank(out)
         chunks = gathered(tensor).view(size, out.numel()).unbind(0)
-        sent = apart(chunks, [elements], (chunks[operation.rank], elements))
-        collective.reduce_scatter(operation, elements, sent, op)
+        parts = apart(chunks, [elements], own=operation.rank, place=0)
+        collective.reduce_scatter(operation, elements, parts, op)
         scatter_back(elements, out)
 
     return Step(_equal("reduce_scatter_single", out, str(op)), run, _device(out))
@@ -275,8 +272,7 @@ def all_to_all(outs: Tensors, chunks: Tensors, rank: int, size: int) -> Step:
 
     def run(operation: Operation) -> None:
         buffers = [blank(out) for out in outs]
-        sent = [gathered(chunk) for chunk in chunks]
-        sent = apart(sent, buffers, (sent[rank], buffers[rank]))
+        sent = apart([gathered(chunk) for chunk in chunks], buffers, own=rank, place=rank)
         collective.all_to_all(operation, buffers, sent)
         _scatter_all(buffers, outs)
 
@@ -314,12 +310,10 @@ def all_to_all_single(
 
     def run(operation: Operation) -> None:
         elements = blank(out)
-        buffers, sent = (
-            torch.split(elements, out_lengths),
-            torch.split(gathered(tensor), in_lengths),
-        )
-        kept = sent[rank], buffers[rank]
-        collective.all_to_all(operation, buffers, apart(sent, buffers, kept))
+        buffers = torch.split(elements, out_lengths)
+        chunks = torch.split(gathered(tensor), in_lengths)
+        sent = apart(chunks, buffers, own=operation.rank, place=operation.rank)
+        collective.all_to_all(operation, buffers, sent)
         scatter_back(elements, out)
 
     return Step(_varied("all_to_all_single", tensor.dtype), run, _device(tensor))
