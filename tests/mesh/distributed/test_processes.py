@@ -174,7 +174,7 @@ def test_exit_without_leaving_is_clean_and_quiet(tmp_path: Path, times: int) -> 
             for rank in ranks:
                 was_summed, ended_at = rank.result()
                 assert was_summed
-                assert time.time() - ended_at < 5
+                assert time.time() - ended_at < 10  # a second or two, on a quiet machine
         finally:
             processes.end(ranks)
 
