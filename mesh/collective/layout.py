@@ -56,18 +56,14 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
     """Raise unless results can be written to the tensor.
 
     Raises:
-        UnsupportedCollective: as `check_readable`; or elements share memory, as after ``expand``.
+        UnsupportedCollective: as `check_readable`; or elements share memory, as after ``expand``
+            and ``unfold``.
     """
     check_readable(tensor, name)
-    if tensor.is_contiguous():
-        return
-    shared = (
-        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    if tensor.numel() and any(shared):
+    if not tensor.is_contiguous() and tensor.numel() and _has_shared_places(tensor):
         raise UnsupportedCollective(
             f"{name} into a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}",
-            why="several of its elements share one place in memory, as after expand()",
+            why="several of its elements share one place in memory, as after expand() or unfold()",
             fix="Pass a clone().",
         )
 
@@ -196,6 +192,22 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.dtype.itemsize
+
+
+def _has_shared_places(tensor: torch.Tensor) -> bool:
+    """Return whether two elements of a tensor that has some lie in one place."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                break
+            reach += (size - 1) * step
+    else:
+        return False  # each dimension steps over all of the smaller ones
+    start, end = _span(tensor)
+    marks = torch.zeros((end - start) // tensor.dtype.itemsize, dtype=torch.bool)
+    _places(marks, tensor, int(tensor.storage_offset())).fill_(True)
+    return int(marks.sum()) < tensor.numel()
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

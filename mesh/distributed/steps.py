@@ -284,6 +284,7 @@ def all_to_all_single(
     tensor: torch.Tensor,
     out_splits: Sequence[int],
     in_splits: Sequence[int],
+    rank: int,
     size: int,
 ) -> Step:
     """Split `tensor` along its first dimension, send part ``r`` to rank ``r``, and join what comes.
@@ -293,6 +294,7 @@ def all_to_all_single(
         tensor: what is split.
         out_splits: lengths of the parts that come; empty for equal ones.
         in_splits: lengths of the parts that go; empty for equal ones.
+        rank: this rank, which hands its own part to itself.
         size: number of ranks.
     """
     check_writable(out, "all_to_all_single")
@@ -300,6 +302,11 @@ def all_to_all_single(
     _same_kind("all_to_all_single", (out, tensor))
     out_lengths = _lengths("output", out, out_splits, size)
     in_lengths = _lengths("input", tensor, in_splits, size)
+    if in_lengths[rank] != out_lengths[rank]:
+        why = f"part {rank}, which stays here, has {in_lengths[rank]} elements in the input, and "
+        raise UnsupportedCollective(
+            "all_to_all_single", why=f"{why}{out_lengths[rank]} in the output"
+        )
 
     def run(operation: Operation) -> None:
         elements = blank(out)

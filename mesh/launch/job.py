@@ -137,6 +137,13 @@ class Job:
         """End all ranks with the signal `number`, which is what `run` returns then, plus 128."""
         self._fail(128 + number, signal.Signals(number))
 
+    def notify(self, number: int) -> None:
+        """Send all ranks that run a signal which is theirs to act on."""
+        for process in self._ranks.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.Signals(number))
+
     async def _place(self, node: Node) -> tuple[StoreClient, str, int]:
         plan = self._plan
         if plan.ticket is None:
@@ -221,10 +228,7 @@ class Job:
     async def _end_all(self) -> None:
         """Once there is a reason, tell all ranks to end, and kill those that don't."""
         await self._end.wait()
-        for process in self._ranks.values():
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(self._signal)
+        self.notify(self._signal)
         await anyio.sleep(GRACE_SECONDS)
         self._kill_all()
 

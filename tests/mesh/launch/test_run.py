@@ -129,6 +129,26 @@ def test_signals_go_to_all_ranks(tmp_path: Path, number: int) -> None:
     assert gone(ranks)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signals")
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_c08_a_notice_is_passed_on_and_ends_nothing_by_itself(tmp_path: Path, name: str) -> None:
+    code = (
+        f"import signal; signal.signal(signal.{name}, lambda *_: (print('saved'), sys.exit(0)))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    with running(tmp_path, code) as program:
+        assert program.stdout is not None
+        ready = 0
+        while ready < 2:
+            line = program.stdout.readline()
+            assert line, "it ended"
+            ready += "ready" in line
+        program.send_signal(getattr(signal, name))
+        out, errors = program.communicate(timeout=30)
+    assert program.returncode == 0, errors
+    assert out.count("saved") == 2
+
+
 @pytest.mark.slow  # for they have their five seconds
 def test_ranks_that_will_not_end_are_killed(tmp_path: Path) -> None:
     code = "import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True)\n" + (
