@@ -6,7 +6,7 @@ with aioquic's own packet code, and so does all of it while a batch can't be sen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from aioquic.quic.connection import QuicConnectionState
 from aioquic.quic.crypto import CryptoContext
@@ -24,7 +24,7 @@ from transport.protocol.batch.frames import (
 from transport.protocol.batch.scratch import Scratch
 from transport.protocol.batch.sealing import MIN_PAYLOAD, Bytes, Keys, Sealer, seal_packet
 from transport.protocol.batch.sending import SendPart
-from transport.protocol.batch.sent import Handlers, SentPacket, SentRun, Transmit
+from transport.protocol.batch.sent import Handlers, SentPacket, SentPackets, SentRun, Transmit
 
 if TYPE_CHECKING:
     from transport.protocol.batch.connection import BatchConnection
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["BatchWriter", "keys_of"]
 
 MAX_BATCH_BYTES = 1_040_000
-MAX_BATCH_PACKETS = 88
+MAX_BATCH_PACKETS = 128
 """What is made at once: half a millisecond's work."""
 
 ACK = 0x02
@@ -372,8 +372,7 @@ class _Batch:
         first, count = quic._packet_number, len(payloads)
         self._sealer.add_run(first, payloads)
         run = SentRun(self._now, self._size, first, count, sender, start, room, fin=fin)
-        sent: dict[int, Any] = self._space.sent_packets
-        sent.update(run.packets())
+        cast(SentPackets, self._space.sent_packets).add_run(run)
         quic._packet_number = first + count
         self.packets += count
         self._eliciting += count
