@@ -16,7 +16,6 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
-from anyio.from_thread import start_blocking_portal
 
 from auth import SecretKey, Ticket, allow_any
 from mesh import Home, PeerState, blocking
@@ -24,10 +23,10 @@ from mesh.errors import NodeError, UnknownPeer, Unreachable
 from tests.mesh.nodes import LOOPBACK
 from transport import EndpointConfig
 from transport.process import ProcessEngine, sharing
-from transport.process.sharing import SharedProcess, listening, share
+from transport.process.sharing import SharedProcess
 from transport.process.spawn import Child
 
-CONFIG = dataclasses.replace(LOOPBACK, placement=None, connect_timeout=30.0)
+CONFIG = dataclasses.replace(LOOPBACK, placement=None, share=None, connect_timeout=30.0)
 """On a machine where much else runs, the first connection waits for two processes to come up."""
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has endpoint processes")
@@ -40,25 +39,15 @@ PLACEMENTS = [
 GONE = Ticket(SecretKey.generate().node_id, (("127.0.0.1", 9),))
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where nodes share an endpoint process, as those of a machine whose daemon runs."""
-    path = tmp_path_factory.mktemp("shared") / "endpoint.sock"
-    with listening(path) as listener, start_blocking_portal() as portal:
-        serving = portal.start_task_soon(share, listener)
-        yield path
-        serving.cancel()
-
-
 @pytest.fixture(autouse=True, params=PLACEMENTS)
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the packets of the test's nodes are moved."""
     name: str = request.param
     monkeypatch.setattr(blocking, "PLACEMENT", "loop" if name == "loop" else "process")
     if name == "shared":
-        path = request.getfixturevalue("shared")
+        path = request.getfixturevalue("endpoint_process")
         monkeypatch.setattr(sharing, "JOIN_SECONDS", 30.0)
-        monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, share=str(path)))
+        monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, share=path))
     return name
 
 

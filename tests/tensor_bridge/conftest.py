@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
-from anyio.from_thread import start_blocking_portal
 
 from tensor_bridge.lanes.shared.host import unavailable
 from tests.tensor_bridge import nodes
@@ -99,16 +97,6 @@ def _is_left_out(item: pytest.Item, *, has_time: bool) -> bool:
     loop = params.get("anyio_backend")
     case = item.nodeid.replace(f"{loop}", "", 1)
     return loop is not None and loop != ("asyncio", "trio")[zlib.crc32(case.encode()) % 2]
-
-
-@pytest.fixture(scope="session")
-def endpoint_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where nodes share an endpoint process: half a second of a processor for each adds up."""
-    path = tmp_path_factory.mktemp("shared") / "endpoint.sock"
-    with sharing.listening(path) as listener, start_blocking_portal() as portal:
-        serving = portal.start_task_soon(sharing.share, listener)
-        yield str(path)
-        serving.cancel()
 
 
 @pytest.fixture(autouse=True)
