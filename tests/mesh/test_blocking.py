@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from auth import SecretKey, Ticket, allow_any
 from mesh import Home, PeerState, blocking
 from mesh.errors import NodeError, UnknownPeer, Unreachable
 from tests.mesh.nodes import LOOPBACK
-from transport import EndpointConfig
+from transport import EndpointConfig, RemoteError
 from transport.process import ProcessEngine, sharing
 from transport.process.sharing import SharedProcess
 from transport.process.spawn import Child
@@ -61,6 +61,14 @@ def node(*, tensors: bool = False) -> blocking.Node:
 def pair() -> Iterator[tuple[blocking.Node, blocking.Node]]:
     with node() as here, node() as there:
         yield here, there
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until `condition` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def threads_of_mesh() -> list[threading.Thread]:
@@ -184,6 +192,37 @@ def test_handlers_are_registered_in_its_loop(pair: tuple[blocking.Node, blocking
     there.run(register)
     here.connect(there.ticket())
     assert here.run(call) == f"mesh-{there.node_id.short}"
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_a_handler_does_not_end_its_loop(
+    pair: tuple[blocking.Node, blocking.Node], raised: type[BaseException]
+) -> None:
+    here, there = pair
+
+    async def leave(request: object) -> None:
+        raise raised("as was expected")
+
+    async def register() -> None:
+        there.node.endpoint.register_call("app.leave", leave, scope="app")
+
+    async def call() -> object:
+        return await (await here.node.dial(there.node_id)).call("app.leave")
+
+    there.run(register)
+    peer = here.connect(there.ticket())
+    with pytest.raises(RemoteError, match="handler failed"):
+        here.run(call)
+    assert peer.ping() > 0
+
+
+def test_a_loop_that_has_ended_is_named_and_leaves_nothing() -> None:
+    before = threads_of_mesh()
+    with node() as here:
+        here.portal.start_task_soon(here.portal.stop, True)
+        eventually(lambda: threads_of_mesh() == before)
+        with pytest.raises(NodeError, match="its event loop has ended"):
+            here.peers()
 
 
 def test_interrupt_cancels_what_is_waited_for(pair: tuple[blocking.Node, blocking.Node]) -> None:

@@ -52,16 +52,6 @@ OF_NO_LANE = {
 """Tests, and scenarios of cancellation, in which no bytes to speak of take the nodes' lane."""
 
 
-ALWAYS_IN_A_PROCESS = {
-    "test_a_copy_cancelled_exactly_at_its_end",
-    "test_a_copy_goes_on_though_the_source_believes_in_the_old_link",
-    "test_a_large_copy_passes_the_client_by",
-    "test_every_layout_there_and_back",
-    "test_progress_of_put_and_get",
-    "test_target_vanishes",
-}
-"""What is run over an endpoint process always. The rest takes minutes."""
-
 NOT_IN_A_PROCESS = {"test_a_put_cancelled_exactly_at_its_end"}
 """What counts the turns in which an operation ends, which another process decides there."""
 
@@ -70,11 +60,10 @@ STOPS_A_PROCESS = {"test_client_vanishes", "test_source_vanishes", "test_target_
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each test over shared memory on one event loop alone, unless all is asked for.
+    """Run each test of another lane than QUIC on one event loop alone, unless all is asked for.
 
     Which one differs from case to case, so that there are many on either. QUIC, which is on the way
-    of every move, is tested on both. Over an endpoint process a few are run, as that takes half a
-    second to start for each node.
+    of every move, is tested on both.
     """
     left_out = [item for item in items if _is_left_out(item, has_time=config.getoption("--slow"))]
     if left_out:
@@ -92,7 +81,7 @@ def _is_left_out(item: pytest.Item, *, has_time: bool) -> bool:
         return True
     if has_time:
         return False
-    if names & OF_NO_LANE or (lane == nodes.PROCESS and not names & ALWAYS_IN_A_PROCESS):
+    if names & OF_NO_LANE:
         return True
     loop = params.get("anyio_backend")
     case = item.nodeid.replace(f"{loop}", "", 1)
