@@ -33,6 +33,7 @@ from transport.process.records import (
     encode,
 )
 from transport.protocol import StreamCore
+from transport.protocol.connection import MAX_REASON_BYTES
 from transport.protocol.events import (
     ConnectionEnded,
     EndedBy,
@@ -332,7 +333,8 @@ class MirrorLink:
     def close(self, code: int, reason: str) -> None:
         """Close with an application code."""
         if self.ended is None:
-            self._say(encode(Kind.CLOSE, self.number, number=code, payload=reason.encode()))
+            payload = reason.encode(errors="replace")[:MAX_REASON_BYTES]
+            self._say(encode(Kind.CLOSE, self.number, number=code, payload=payload))
             self._end(ConnectionEnded(EndedBy.LOCAL, code, reason, is_application=True))
 
     # -- what the process says of a stream
