@@ -14,7 +14,7 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import is_hypothesis_test
 
 from tests import cancelling, placements, profiles, turns
-from transport.process import sharing
+from transport.process import sharing, spawn
 
 profiles.register()
 
@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         cancelling.look_everywhere()
     placements.choose(config.getoption("--placement"))
+    spawn.NICE = 0  # it is the tests that wait for it, while others compute
 
 
 def pytest_unconfigure() -> None:

@@ -15,24 +15,18 @@ from transport.process.memory import map_memory
 from transport.process.said import pass_log_on
 from transport.process.server import Server
 
-NICE = 10
-"""A program that computes goes first where processors are few. Beside a transfer at full rate, on
-two of them, a training step keeps 58 % of its speed at 0, 73 at 5, 80 to 87 at 10 and 94 at 15; the
-transfer 77, 85, 80 and 72 % of what it has beside an idle program. Where others compute on every
-processor, a ping takes 2 ms at 0, 5 and 10, and 9 at 15; of calls one in a hundred 11, 14, 29, and
-180 ms, of a bound of liveness of 3 s."""
-
 
 def main(arguments: list[str]) -> None:
     """Serve until the program is gone whose process id and descriptors are given.
 
-    The first argument says whether that is the one program, or the daemon that shares this process.
+    The first argument says whether that is the one program, or the daemon that shares this process,
+    the second how far it is to give way to those that compute.
     """
     # They come to everybody at a terminal, or of a service: the program decides what to do.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE)
-    what, (program, *descriptors) = arguments[0], map(int, arguments[1:])
+    what, (nice, program, *descriptors) = arguments[0], map(int, arguments[1:])
+    os.nice(nice)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     watch = _watch(program)

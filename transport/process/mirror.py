@@ -54,6 +54,10 @@ they are."""
 STREAM_BYTES = 64 << 20
 """Shared memory of one stream in one direction."""
 
+FIRST_BYTES = 8 << 20
+"""How much of it what is lent takes before the peer has acknowledged anything: one that takes
+nothing has no more than that, and what a receive window holds."""
+
 POSTED_PIECES = 2
 """In which a stream's bytes come: the process goes on with one, while the other is emptied."""
 
@@ -407,7 +411,8 @@ class MirrorLink:
             left, at = loan.stop - loan.fed, loan.fed - loan.start
             size = min(left, PIECE_BYTES)
             place = None
-            if memory is not None and loan.fed - stream.acked < STREAM_BYTES:
+            most = min(STREAM_BYTES, FIRST_BYTES + stream.acked)
+            if memory is not None and loan.fed - stream.acked < most:
                 place = memory.take(size)
             if place is not None:
                 assert memory is not None
