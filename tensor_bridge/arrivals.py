@@ -179,12 +179,12 @@ class Arrivals:
         """Have an arrival begin and end at once; None if there is one of that upload id.
 
         Raises:
-            QuotaExceeded: there is no room.
+            QuotaExceeded: there is no room for all of the memory that it lies in.
         """
         key = (owner, upload)
         if self._closed or self._find(key) is not None:
             return None
-        arrival = self._begin(key, meta, name, quotas)
+        arrival = self._begin(key, meta, name, quotas, nbytes=content.nbytes)
         arrival._left_at = self._clock()
         arrival._turn.release()
         stored = arrival.keep_outside(content)
@@ -244,9 +244,16 @@ class Arrivals:
         return self._coming.get(key) or self._finished.get(key)
 
     def _begin(
-        self, key: _Key, meta: TensorMeta, name: str | None, quotas: Quotas | None
+        self,
+        key: _Key,
+        meta: TensorMeta,
+        name: str | None,
+        quotas: Quotas | None,
+        *,
+        nbytes: int | None = None,
     ) -> Arrival:
-        reservation = self._store.reserve(key[0], meta.nbytes, quotas)
+        """Reserve room for a tensor's bytes, or for `nbytes` of memory that it lies in."""
+        reservation = self._store.reserve(key[0], meta.nbytes if nbytes is None else nbytes, quotas)
         try:
             arrival = Arrival(meta, reservation, name, self._memory)
         except BaseException:

@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterator
 import anyio.lowlevel
 
 from tensor_bridge.errors import TensorChanged
+from tensor_bridge.huge_pages import HUGE_PAGE, collapse
 
 __all__ = ["TURN_BYTES", "copy_in_turns", "copy_now"]
 
 TURN_BYTES = 8 << 20
 """Bytes copied before others on the event loop have their turn: about a millisecond."""
 
-FRESH_TURN_BYTES = 2 << 20
-"""The same for memory that is touched for the first time, which takes five times as long."""
+FRESH_TURN_BYTES = 2 * HUGE_PAGE
+"""The same for memory that is touched for the first time, which takes two to five times as long."""
 
-PIECE = 1 << 20
-"""Bytes that one thread copies before it takes the next piece, so that both end together."""
+PIECE, LEAST_PIECE = 2 << 20, 1 << 18
+"""Bytes that one thread copies before it takes the next piece: a quarter of what is left of a turn,
+within these bounds, so that both end together."""
 
 SHARED_FROM = 4 << 20
 """Bytes from which on a second thread is worth its start."""
@@ -44,14 +46,15 @@ async def copy_in_turns(
     Args:
         moved: told of the bytes of each turn.
         is_intact: asked before each turn whether `source` is still there.
-        is_fresh: whether `target` is touched for the first time.
+        is_fresh: whether `target` is memory of a descriptor that is touched for the first time; it
+            begins with a huge page, and the last one that it is in is all of that memory's.
 
     Raises:
         TensorChanged: it is not.
         Exception: what `moved` has raised.
     """
     turn = FRESH_TURN_BYTES if is_fresh else TURN_BYTES
-    with _Copy(target, source) as copy:
+    with _Copy(target, source, is_fresh=is_fresh) as copy:
         for start in range(0, len(source), turn):
             if not is_intact():
                 raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
@@ -70,7 +73,7 @@ def copy_now(target: memoryview, source: memoryview) -> None:
 class _Copy:
     """One copy, and the thread that helps with it."""
 
-    def __init__(self, target: memoryview, source: memoryview) -> None:
+    def __init__(self, target: memoryview, source: memoryview, *, is_fresh: bool = False) -> None:
         if len(target) != len(source):
             raise ValueError("the two are not of one length")
         self._held = [(ctypes.c_ubyte * len(each)).from_buffer(each) for each in (target, source)]
@@ -79,6 +82,7 @@ class _Copy:
         self._lock = _thread.allocate_lock()
         self._begin, self._ended = _thread.allocate_lock(), _thread.allocate_lock()
         self._is_over = False
+        self._is_fresh = is_fresh
         self._is_helped = len(source) >= SHARED_FROM and len(os.sched_getaffinity(0)) > 1
 
     def __enter__(self) -> _Copy:
@@ -100,7 +104,7 @@ class _Copy:
 
     def run(self, start: int, end: int) -> None:
         """Copy the bytes from `start` to `end`."""
-        self._pieces = iter([(at, min(PIECE, end - at)) for at in range(start, end, PIECE)])
+        self._pieces = self._cut(start, end)
         if not self._is_helped:
             self._take_pieces()
             return
@@ -109,6 +113,13 @@ class _Copy:
             self._take_pieces()
         finally:
             self._ended.acquire()
+
+    def _cut(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        while start < end:
+            most = HUGE_PAGE if self._is_fresh else max(LEAST_PIECE, (end - start) // 4)
+            size = min(PIECE, most, end - start)
+            yield start, size
+            start += size
 
     def _help(self) -> None:
         while True:
@@ -127,4 +138,6 @@ class _Copy:
             if piece is None:
                 return
             at, size = piece
+            if self._is_fresh and not collapse(self._target + at):
+                self._is_fresh = False
             ctypes.memmove(self._target + at, self._source + at, size)  # without the GIL
