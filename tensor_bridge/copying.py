@@ -39,22 +39,22 @@ async def copy_in_turns(
     moved: Callable[[int], object],
     *,
     is_intact: Callable[[], bool] = lambda: True,
-    is_fresh: bool = False,
+    fresh: int = 0,
 ) -> None:
     """Copy `source` to `target`, which is as long; both writable.
 
     Args:
         moved: told of the bytes of each turn.
         is_intact: asked before each turn whether `source` is still there.
-        is_fresh: whether `target` is memory of a descriptor that is touched for the first time; it
-            begins with a huge page, and the last one that it is in is all of that memory's.
+        fresh: how much memory of a descriptor, that nobody has touched yet, `target` is the
+            beginning of.
 
     Raises:
         TensorChanged: it is not.
         Exception: what `moved` has raised.
     """
-    turn = FRESH_TURN_BYTES if is_fresh else TURN_BYTES
-    with _Copy(target, source, is_fresh=is_fresh) as copy:
+    turn = FRESH_TURN_BYTES if fresh else TURN_BYTES
+    with _Copy(target, source, fresh) as copy:
         for start in range(0, len(source), turn):
             if not is_intact():
                 raise TensorChanged("reading of a tensor", why="its storage was resized meanwhile")
@@ -64,16 +64,16 @@ async def copy_in_turns(
             await anyio.lowlevel.checkpoint()
 
 
-def copy_now(target: memoryview, source: memoryview) -> None:
-    """Copy `source` to `target`, which is as long, at once; both writable."""
-    with _Copy(target, source) as copy:
+def copy_now(target: memoryview, source: memoryview, *, fresh: int = 0) -> None:
+    """Copy `source` to `target`, which is as long, at once; arguments as `copy_in_turns`."""
+    with _Copy(target, source, fresh) as copy:
         copy.run(0, len(source))
 
 
 class _Copy:
     """One copy, and the thread that helps with it."""
 
-    def __init__(self, target: memoryview, source: memoryview, *, is_fresh: bool = False) -> None:
+    def __init__(self, target: memoryview, source: memoryview, fresh: int) -> None:
         if len(target) != len(source):
             raise ValueError("the two are not of one length")
         self._held = [(ctypes.c_ubyte * len(each)).from_buffer(each) for each in (target, source)]
@@ -82,7 +82,7 @@ class _Copy:
         self._lock = _thread.allocate_lock()
         self._begin, self._ended = _thread.allocate_lock(), _thread.allocate_lock()
         self._is_over = False
-        self._is_fresh = is_fresh
+        self._fresh = fresh
         self._is_helped = len(source) >= SHARED_FROM and len(os.sched_getaffinity(0)) > 1
 
     def __enter__(self) -> _Copy:
@@ -116,7 +116,7 @@ class _Copy:
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         while start < end:
-            most = HUGE_PAGE if self._is_fresh else max(LEAST_PIECE, (end - start) // 4)
+            most = HUGE_PAGE if self._fresh else max(LEAST_PIECE, (end - start) // 4)
             size = min(PIECE, most, end - start)
             yield start, size
             start += size
@@ -138,6 +138,6 @@ class _Copy:
             if piece is None:
                 return
             at, size = piece
-            if self._is_fresh and not collapse(self._target + at):
-                self._is_fresh = False
+            if at + HUGE_PAGE <= self._fresh and not collapse(self._target + at):
+                self._fresh = 0
             ctypes.memmove(self._target + at, self._source + at, size)  # without the GIL

@@ -252,7 +252,7 @@ class Lanes:
                 whole,
                 moved,
                 is_intact=payload.is_intact,
-                is_fresh=block.is_fresh,
+                fresh=block.nbytes if block.is_fresh else 0,
             )
             link.check()
             lend = link.blocks.lend(block, payload.nbytes)
