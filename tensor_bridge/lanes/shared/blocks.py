@@ -26,7 +26,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -169,19 +169,20 @@ class OwnBlocks:
         self._is_closed = True
         self._blocks.clear()
 
-    def _free(self) -> Iterator[Block]:
-        """Yield the blocks that nobody uses, the longest free first."""
+    def _free(self) -> list[Block]:
+        """Return the blocks that nobody uses, the longest free first."""
         free = [it for it in self._blocks.values() if it.free_since is not None and not it.readers]
-        return iter(sorted(free, key=lambda block: block.free_since or 0.0))
+        return sorted(free, key=lambda block: block.free_since or 0.0)
 
     def _make_room(self, nbytes: int) -> bool:
         """Forget free blocks until there is room for one more; return whether there is."""
         free = self._free()
+        if self.nbytes - sum(block.nbytes for block in free) + nbytes > MOST_BYTES:
+            return False
         while not self._has_room(nbytes):
-            block = next(free, None)
-            if block is None:
+            if not free:
                 return False
-            self.drop(block)
+            self.drop(free.pop(0))
         return True
 
     def _has_room(self, nbytes: int) -> bool:

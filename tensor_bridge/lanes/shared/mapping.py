@@ -44,9 +44,10 @@ def map_memory(
         OSError: it can't be mapped.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _map(None, nbytes, protection, flags, descriptor)
-    if nbytes >= HUGE_PAGE and address % HUGE_PAGE:
-        address = _aligned(address, nbytes, protection, flags, descriptor)
+    if nbytes < HUGE_PAGE:
+        address = _map(None, nbytes, protection, flags, descriptor)
+    else:
+        address = _map_aligned(nbytes, protection, flags, descriptor)
     content = (ctypes.c_ubyte * nbytes).from_address(address)
     # Not at exit: tensors may still be used there, and the process takes its memory with it.
     weakref.finalize(content, _unmap, address, nbytes, before).atexit = False
@@ -61,18 +62,17 @@ def _map(at: int | None, nbytes: int, protection: int, flags: int, descriptor: i
     return address
 
 
-def _aligned(address: int, nbytes: int, protection: int, flags: int, descriptor: int) -> int:
-    """Map it once more, in the middle of room that is a huge page longer; let go of the rest."""
-    _libc().munmap(address, nbytes)
+def _map_aligned(nbytes: int, protection: int, flags: int, descriptor: int) -> int:
+    """Map it in the middle of room that is a huge page longer, and let go of the rest."""
     room = nbytes + HUGE_PAGE
     outer = _map(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     inner = in_huge_pages(outer)
+    end = -(-(inner + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         _map(inner, nbytes, protection, flags | _MAP_FIXED, descriptor)
     except OSError:
         _libc().munmap(outer, room)
         raise
-    end = -(-(inner + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     if inner > outer:
         _libc().munmap(outer, inner - outer)
     if outer + room > end:

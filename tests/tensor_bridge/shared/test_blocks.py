@@ -345,6 +345,8 @@ def test_the_free_make_room_for_what_they_do_not_fit(monkeypatch: pytest.MonkeyP
     assert second is not None
     for block in (first, second):
         ends.own.returned(ends.own.lend(block, 4 * HUGE_PAGE))
+    assert ends.own.take(9 * HUGE_PAGE) is None
+    assert len(ends.own) == 3  # nothing is forgotten where that does not help
     assert ends.own.take(7 * HUGE_PAGE) is not None
     assert len(ends.own) == 2  # the lent one is there, and not one of the free
     assert ends.own.take(HUGE_PAGE) is not None
