@@ -32,7 +32,7 @@ import torch
 
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.copying import copy_now
-from tensor_bridge.huge_pages import in_huge_pages
+from tensor_bridge.huge_pages import HUGE_PAGE
 from tensor_bridge.lanes.shared.mapping import Mapped, map_memory
 from tensor_bridge.lanes.shared.pool import anonymous_memory, check_memory, seal_size
 from tensor_bridge.lanes.shared.protocol import (
@@ -44,7 +44,16 @@ from tensor_bridge.lanes.shared.protocol import (
 from tensor_bridge.memory import allocate, tensor_bytes
 from transport import ProtocolError
 
-__all__ = ["KEEP_SECONDS", "LEAST_BYTES", "MOST_BYTES", "Block", "Loan", "OwnBlocks", "TheirBlocks"]
+__all__ = [
+    "KEEP_SECONDS",
+    "LEAST_BYTES",
+    "MOST_BYTES",
+    "Block",
+    "Loan",
+    "OwnBlocks",
+    "TheirBlocks",
+    "room_for",
+]
 
 LEAST_BYTES = 1 << 20
 """Smallest tensor that takes one: below, slots are as fast."""
@@ -59,10 +68,19 @@ KEEP_SECONDS = 5.0
 """How long a block lies free: for the next step of a loop."""
 
 MOST_SPARE = 4
-"""A block takes a tensor again that leaves no more of it than one part of so many, and a huge page,
-unused."""
+"""A block takes a tensor again that leaves no more of it unused than one part in so many of the
+tensor's size, and a page."""
+
+WHOLE_FROM = 4 * HUGE_PAGE
+"""Bytes from which on a block is whole huge pages; below, too much of the last would be unused."""
 
 _MAX_NUMBER = (1 << 16) - 1
+
+
+def room_for(nbytes: int) -> int:
+    """Return the size of a new block for a tensor of `nbytes`."""
+    page = HUGE_PAGE if nbytes >= WHOLE_FROM else mmap.PAGESIZE
+    return -(-nbytes // page) * page
 
 
 class Block:
@@ -70,7 +88,7 @@ class Block:
 
     Attributes:
         number: what the link calls it.
-        view: its memory, in whole huge pages.
+        view: its memory.
         lend: which lending it is in the hands of the other end by; None while it is here.
         length: how many bytes of it that lending is.
         readers: how many copy from it here; until they are done it is not written to.
@@ -119,13 +137,14 @@ class OwnBlocks:
         """Return a block for so many bytes, to be written to; None if there is none to be had."""
         if self._is_closed or not LEAST_BYTES <= nbytes <= MOST_BYTES:
             return None
-        most = in_huge_pages(nbytes + nbytes // MOST_SPARE)
+        most = room_for(nbytes + nbytes // MOST_SPARE)
         fitting = [block for block in self._free() if nbytes <= block.nbytes <= most]
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             block.free_since = None
             return block
-        return self._make(in_huge_pages(nbytes)) if self._make_room(in_huge_pages(nbytes)) else None
+        room = room_for(nbytes)
+        return self._make(room) if self._make_room(room) else None
 
     def lend(self, block: Block, nbytes: int) -> int:
         """Return what to call this lending of the first `nbytes` of a block."""

@@ -22,9 +22,15 @@ from tensor_bridge import (
     tensor_bytes,
 )
 from tensor_bridge.codec import describe
-from tensor_bridge.huge_pages import HUGE_PAGE, in_huge_pages
+from tensor_bridge.huge_pages import HUGE_PAGE
 from tensor_bridge.lanes.shared import blocks
-from tensor_bridge.lanes.shared.blocks import KEEP_SECONDS, LEAST_BYTES, OwnBlocks, TheirBlocks
+from tensor_bridge.lanes.shared.blocks import (
+    KEEP_SECONDS,
+    LEAST_BYTES,
+    OwnBlocks,
+    TheirBlocks,
+    room_for,
+)
 from tensor_bridge.lanes.shared.host import unavailable
 from tensor_bridge.lanes.shared.protocol import MAX_BLOCKS, ForgottenMessage, ReturnedMessage
 from tensor_bridge.serve_keep import FIND_CALL, KEEP_CALL
@@ -40,7 +46,7 @@ pytestmark = [
 ]
 
 SIZE = LEAST_BYTES + 5
-WHOLE = in_huge_pages(SIZE)
+WHOLE = room_for(SIZE)
 
 
 @pytest.fixture
@@ -320,6 +326,12 @@ class Ends:
     def _send(self, packet: bytes, descriptor: int) -> None:
         self.theirs.add(packet[3], descriptor)
         self.sent += 1
+
+
+def test_little_of_a_block_is_unused() -> None:
+    for size in (LEAST_BYTES, SIZE, 3 * HUGE_PAGE + 1, 4 * HUGE_PAGE, 4 * HUGE_PAGE + 1):
+        assert size <= room_for(size) <= 1.25 * size
+    assert room_for(4 * HUGE_PAGE + 1) == 5 * HUGE_PAGE
 
 
 def test_a_block_is_used_again_for_what_needs_most_of_it() -> None:
