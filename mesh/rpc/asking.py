@@ -14,7 +14,7 @@ import anyio
 import torch
 
 from auth import MeshError, NodeId
-from mesh.rpc.carriage import beside, fetch_part, together, with_parts
+from mesh.rpc.carriage import beside, fetch_part, lending, together, with_parts
 from mesh.rpc.errors import RefLost, RpcError, RpcTimeout, as_runtime_error
 from mesh.rpc.exceptions import decode_exception
 from mesh.rpc.exposed import exposed_name
@@ -293,7 +293,7 @@ class Asking:
     ) -> Answer:
         """Send a request and its parts; return the answer."""
 
-        async def ask() -> CborValue:
+        async def ask(request: Request) -> CborValue:
             return await connection.call(
                 CALL_SERVICE,
                 request.encode(),
@@ -303,9 +303,11 @@ class Asking:
 
         with self._open_to_calls_back(connection):
             if not request.key:
-                return Answer.decode(await ask())
+                return Answer.decode(await ask(request))
             lanes = self._agent.lanes
-            return Answer.decode(await with_parts(connection, lanes, request, tensors, ask))
+            async with lending(connection, lanes, request, tensors) as lent:
+                asking = functools.partial(ask, lent)
+                return Answer.decode(await with_parts(connection, lanes, lent, tensors, asking))
 
     @contextlib.contextmanager
     def _open_to_calls_back(self, connection: Connection) -> Iterator[None]:

@@ -95,7 +95,7 @@ class OwnBlocks:
         self._numbers = 0
         self._lends = 0
         self._deleted: dict[int, float] = {}
-        """Sizes of what was deleted at the other end, and when."""
+        """Sizes of what the other end has no more use for, and since when."""
         with _adding:
             _all.add(self)
 
@@ -108,7 +108,7 @@ class OwnBlocks:
         return len(self._blocks)
 
     def expect(self, nbytes: int) -> None:
-        """Take note that a tensor was deleted at the other end: the next may be as long."""
+        """Take note that the other end has no more use for a tensor: the next may be as long."""
         if LEAST_BYTES <= nbytes <= MOST_BYTES:
             self._deleted[nbytes] = time.monotonic()
             if len(self._deleted) > MAX_BLOCKS:
@@ -137,6 +137,12 @@ class OwnBlocks:
         """Use a block no more: nobody knows whether the other end has it."""
         if self._blocks.pop(block.number, None) is not None:
             self._post(ForgottenMessage(block.number).encode())
+
+    def drop_lent(self, lend: int) -> None:
+        """Use the block no more that is lent by this name, if it was not given back already."""
+        block = self.lent(lend)
+        if block is not None:
+            self.drop(block)
 
     def returned(self, lend: int) -> None:
         """Take back a block that the other end gives; one that was dropped meanwhile is gone."""
