@@ -73,6 +73,11 @@ def _requests(draw: st.DrawFn) -> Request:
         draw(st.floats(0, 1e9)),
         draw(st.none() | _forks),
         draw(_ids) if beside.apart else b"",
+        lent={
+            number: (draw(st.integers(0, 9)), draw(st.integers(0, 99)))
+            for number in beside.apart
+            if draw(st.booleans())
+        },
     )
 
 

@@ -182,7 +182,7 @@ class StreamService:
         with self._room.hold(peer.node_id, incoming.grant, request.beside.nbytes):
             if request.target.kind == "function":
                 self._agent.exposures.callable(request.target.name)  # before tensors come in vain
-            parts = await self._parts.receive(peer.node_id, request)
+            parts = await self._parts.receive(incoming.connection, request)
             what = request.beside
             tensors = await self._agent.placement.ordered(together(what, parts), what.devices)
             async with anyio.create_task_group() as tasks:

@@ -138,7 +138,7 @@ class RpcService:
             kept.callback(self._room.give, peer.node_id, nbytes)
             if request.target.kind in ("function", "operator"):
                 self._check(request.target)  # before large tensors are sent in vain
-            parts = await self._parts.receive(peer.node_id, request)
+            parts = await self._parts.receive(incoming.connection, request)
             tensors = await self._agent.placement.ordered(
                 together(request.beside, parts), request.beside.devices
             )

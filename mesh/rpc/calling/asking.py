@@ -26,7 +26,7 @@ from mesh.rpc.refs.holding import Held
 from mesh.rpc.refs.owned import Owned, new_id
 from mesh.rpc.refs.passing import Incoming, Outgoing
 from mesh.rpc.refs.reference import RRef
-from mesh.rpc.tensors.carriage import beside, fetch_part, together, with_parts
+from mesh.rpc.tensors.carriage import beside, fetch_part, lending, together, with_parts
 from mesh.rpc.wire import CALL_SERVICE, REFS_SERVICE, Answer, Fork, RefNotes, Request
 from transport import AppCode, CborValue, Connection, TransportError
 
@@ -293,7 +293,7 @@ class Asking:
     ) -> Answer:
         """Send a request and its parts; return the answer."""
 
-        async def ask() -> CborValue:
+        async def ask(request: Request) -> CborValue:
             return await connection.call(
                 CALL_SERVICE,
                 request.encode(),
@@ -303,9 +303,11 @@ class Asking:
 
         with self._open_to_calls_back(connection):
             if not request.key:
-                return Answer.decode(await ask())
+                return Answer.decode(await ask(request))
             lanes = self._agent.lanes
-            return Answer.decode(await with_parts(connection, lanes, request, tensors, ask))
+            async with lending(connection, lanes, request, tensors) as lent:
+                asking = functools.partial(ask, lent)
+                return Answer.decode(await with_parts(connection, lanes, lent, tensors, asking))
 
     @contextlib.contextmanager
     def _open_to_calls_back(self, connection: Connection) -> Iterator[None]:

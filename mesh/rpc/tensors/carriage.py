@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
 import anyio
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "Room",
     "beside",
     "fetch_part",
+    "lending",
     "send_part",
     "serve_receive",
     "serve_send",
@@ -36,6 +38,11 @@ INLINE_BYTES = 32 * 1024
 
 INLINE_TOTAL = 256 * 1024
 """All of those of one message."""
+
+MOST_LENT = 16 << 20
+"""Longest tensor that is put into shared memory of its own: to copy more takes so long that round
+trips don't show, and slots, which both ends copy at the same time, take as long and little memory.
+"""
 
 STALL_SECONDS = 30.0
 """How long 256 KiB of a large tensor may take."""
@@ -150,6 +157,28 @@ async def send_part(
         await settle(stream)
 
 
+@contextlib.asynccontextmanager
+async def lending(
+    connection: Connection, lanes: Lanes, request: Request, tensors: Sequence[torch.Tensor]
+) -> AsyncIterator[Request]:
+    """Have large tensors of a request, which is made in the block, lie in shared memory.
+
+    What comes on a stream takes two round trips; to copy it from where it lies, none. Those longer
+    than `MOST_LENT` take a stream all the same.
+
+    Yields:
+        The request, and what of it lies there.
+
+    Raises:
+        MeshError: as `send_part`.
+    """
+    metas = request.beside.metas
+    apart = [n for n in request.beside.apart if metas[n].nbytes <= MOST_LENT]
+    payloads = {number: Payload(tensors[number], metas[number]) for number in apart}
+    async with lanes.lending(connection, payloads) as lent:
+        yield dataclasses.replace(request, lent=lent) if lent else request
+
+
 async def with_parts(
     connection: Connection,
     lanes: Lanes,
@@ -162,6 +191,8 @@ async def with_parts(
     Raises:
         MeshError: what `ask` raises, or why a part could not be sent, if that says nothing.
     """
+    if not request.on_streams:
+        return await ask()
     failed: MeshError | None = None
     answers: list[CborValue] = []
     async with anyio.create_task_group() as tasks:
@@ -175,7 +206,7 @@ async def with_parts(
                 await anyio.sleep(PART_GRACE)  # for the call to say why
                 tasks.cancel_scope.cancel()
 
-        for number in request.beside.apart:
+        for number in request.on_streams:
             tasks.start_soon(send, number)
         try:
             answers.append(await ask())

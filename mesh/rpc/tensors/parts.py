@@ -15,8 +15,11 @@ from mesh.rpc.errors import RefLost
 from mesh.rpc.refs.owned import new_id
 from mesh.rpc.tensors.carriage import Room, serve_receive, serve_send
 from mesh.rpc.wire import Beside, PartOpen, Request
+from tensor_bridge import TensorMeta
+from tensor_bridge.copying import copy_in_turns
+from tensor_bridge.memory import tensor_bytes
 from tensor_bridge.moves import Landing
-from transport import Incoming, LimitExceeded, ProtocolError
+from transport import Connection, Incoming, LimitExceeded, ProtocolError
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
@@ -39,7 +42,7 @@ class _Expected:
     """A request that waits for its parts."""
 
     def __init__(self, request: Request) -> None:
-        self.metas = {number: request.beside.metas[number] for number in request.beside.apart}
+        self.metas = {number: request.beside.metas[number] for number in request.on_streams}
         self.begun: set[int] = set()
         self.landed: dict[int, torch.Tensor] = {}
         self.all_landed = anyio.Event()
@@ -69,15 +72,23 @@ class Parts:
         self._offered: dict[_Key, _Offered] = {}
         self._registered = anyio.Event()
 
-    async def receive(self, peer: NodeId, request: Request) -> Mapping[int, torch.Tensor]:
-        """Wait for the parts of a request; return them by their numbers.
+    async def receive(self, connection: Connection, request: Request) -> Mapping[int, torch.Tensor]:
+        """Wait for the parts of a request that has come by a connection; return them by number.
 
         Raises:
             ProtocolError: another request has its key.
+            RefLost: one of them does not lie where it says.
+            ConnectionClosed: the peer breaks the protocol of shared memory.
         """
         if not request.key:
             return {}
-        key = (peer, request.key)
+        borrowed = {
+            number: await self._borrowed(connection, *block, request.beside.metas[number])
+            for number, block in request.lent.items()
+        }
+        if not request.on_streams:
+            return borrowed
+        key = (connection.peer.node_id, request.key)
         if key in self._expected:
             raise ProtocolError("a call", why="another has its key")
         expected = self._expected[key] = _Expected(request)
@@ -87,7 +98,19 @@ class Parts:
             await expected.all_landed.wait()
         finally:
             del self._expected[key]
-        return expected.landed
+        return borrowed | expected.landed
+
+    async def _borrowed(
+        self, connection: Connection, block: int, lend: int, meta: TensorMeta
+    ) -> torch.Tensor:
+        """Return a copy of what lies in memory of the peer's, which it may write to on."""
+        lanes = self._agent.lanes
+        loan = await lanes.borrowed(connection, block, lend, meta)
+        if loan is None:
+            raise _unknown()
+        landing = Landing(meta, lanes.memory)
+        await copy_in_turns(landing.room, tensor_bytes(loan.raw), landing.advance)
+        return landing.tensor
 
     def offer(
         self, peer: NodeId, grant: Grant, tensors: Sequence[torch.Tensor], what: Beside

@@ -42,6 +42,7 @@ from tensor_bridge.lanes.shared.protocol import (
     ReturnedMessage,
 )
 from tensor_bridge.memory import allocate, tensor_bytes
+from tensor_bridge.wire_blocks import MAX_BLOCK
 from transport import ProtocolError
 
 __all__ = [
@@ -73,8 +74,6 @@ tensor's size, and a page."""
 
 WHOLE_FROM = 4 * HUGE_PAGE
 """Bytes from which on a block is whole huge pages; below, too much of the last would be unused."""
-
-_MAX_NUMBER = (1 << 16) - 1
 
 
 def room_for(nbytes: int) -> int:
@@ -119,7 +118,7 @@ class OwnBlocks:
         self._post = post
         self._blocks: dict[int, Block] = {}
         # None again soon: a call that was given up may still name what is forgotten.
-        self._numbers = itertools.cycle(range(_MAX_NUMBER + 1))
+        self._numbers = itertools.cycle(range(MAX_BLOCK + 1))
         self._lends = 0
         self._is_closed = False
         with _adding:
@@ -157,6 +156,12 @@ class OwnBlocks:
         """Use a block no more: nobody knows whether the other end has it."""
         if self._blocks.pop(block.number, None) is not None:
             self._post(ForgottenMessage(block.number).encode())
+
+    def drop_lent(self, lend: int) -> None:
+        """Use the block no more that is lent by this name, if it was not given back already."""
+        block = self.lent(lend)
+        if block is not None:
+            self.drop(block)
 
     def returned(self, lend: int) -> None:
         """Take back a block that the other end gives; one that was dropped meanwhile is gone."""

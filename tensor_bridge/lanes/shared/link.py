@@ -183,13 +183,13 @@ class Link:
                 fix="Try again: it goes over QUIC then.",
             )
 
-    def take_what_is_there(self) -> None:
-        """Take packets now that have come already, as far as one turn goes.
+    def take_what_is_there(self) -> bool:
+        """Take packets now that have come already, as far as one turn goes; whether there is more.
 
         Raises:
             ConnectionClosed: the link has ended.
         """
-        self._turn()
+        return self._turn()
 
     @contextlib.contextmanager
     def watched(self, tell: Callable[[], object]) -> Iterator[None]:

@@ -367,7 +367,7 @@ def test_the_free_make_room_for_what_they_do_not_fit(monkeypatch: pytest.MonkeyP
 
 
 def test_numbers_are_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_MAX_NUMBER", 2)
+    monkeypatch.setattr(blocks, "MAX_BLOCK", 2)
     ends = Ends()
     kept = ends.own.take(SIZE)
     assert kept is not None
