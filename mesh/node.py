@@ -32,6 +32,7 @@ from mesh.bench import register_calls as register_bench
 from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
+from mesh.joining import join
 from mesh.peer import Peer
 from mesh.recently_lost import FIRST_PAUSE, LONGEST_PAUSE, RecentlyLost
 from mesh.services import register_services
@@ -168,7 +169,8 @@ class Node:
         a ticket with a one-time invite lets it in.
 
         Args:
-            tickets: peers to connect to on entry; petnames and node ids will do too.
+            tickets: peers to connect to on entry; petnames and node ids will do too. Of several one
+                that is there is enough, and the others are warned of.
             home: the state directory with the machine's key and its peers book.
             key: a key of the program's own, for one that is authorized by itself.
             scopes: what the program may do at most, of what peers let the machine do.
@@ -283,10 +285,7 @@ class Node:
                 endpoint.start_soon(watch_keys, keys, endpoint)
             if self._delegation is not None and self.home is not None:
                 endpoint.start_soon(keep_delegated, endpoint, self.home, self._delegation)
-            for ticket in self._join:
-                # One list of tickets may go to every node of it.
-                if self.directory.resolve(ticket)[0].node_id != self.node_id:
-                    await self.connect(ticket)
+            await join(self, self._join)
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise

@@ -16,12 +16,16 @@ from mesh.cli.signals import held, wait_for_signal
 from mesh.cli.signals import run as run_to_end
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
     from mesh.launch.job import Job
 
 __all__ = ["add_to"]
 
-# Windows has no SIGHUP.
+# Windows has no SIGHUP, and none of the notices.
 _SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP"))
+_NOTICES = tuple(s for s in signal.Signals if s.name in ("SIGUSR1", "SIGUSR2"))
+"""By which schedulers say that the time of a job is nearly over."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -119,8 +123,20 @@ async def _run(job: Job) -> int:
 
     async with helpers() as tasks:
         await tasks.start(wait_for_signal, job.stop, _SIGNALS)
+        if _NOTICES:
+            await tasks.start(_pass_on, job)
         return await job.run()
     raise AssertionError  # helpers swallows nothing
+
+
+async def _pass_on(job: Job, *, task_status: TaskStatus[None]) -> None:
+    """Let ranks have the notices, which end nothing by themselves."""
+    import anyio
+
+    with anyio.open_signal_receiver(*_NOTICES) as received:
+        task_status.started()
+        async for number in received:
+            job.notify(number)
 
 
 def _job_of_scheduler() -> str | None:

@@ -31,6 +31,8 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
         listening = first.wait_for(r"^listening +(.*)$")[1]
         loopback = all(each.startswith(("127.", "[::1]")) for each in listening.split(", "))
         assert loopback == any("loopback only" in line for line in first.lines)
+        shown = {each.rpartition(":")[0].strip("[]") for each in listening.split(", ")}
+        assert {host for host, _ in Ticket.decode(first.ticket).addresses} == shown
         assert ":0" not in listening.replace("::", "")
 
         joined = b.run("join", first.ticket, "--name", "first", fresh=True).stdout
