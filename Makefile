@@ -16,7 +16,7 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("quicmesh needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
-	@echo "Setting up $(VENV) (once; PyTorch is the big part) ..."
+	@echo "Setting up $(VENV) (once, some minutes; PyTorch is the big part) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[apps,demo,test,lint]'
 	@touch $@

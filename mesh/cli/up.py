@@ -83,9 +83,10 @@ def in_background(
         try:
             with interruptible():
                 running = _wait_for_start(home, process)
-        except BaseException:
+        except BaseException as error:
             process.terminate()
-            _show_log(home, offset)
+            if isinstance(error, DeadlineExceeded):
+                _show_log(home, offset)
             raise
     if running is None:
         _show_log(home, offset)

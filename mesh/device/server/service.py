@@ -267,17 +267,18 @@ def check_names(names: Sequence[str]) -> tuple[torch.device, ...]:
         DeviceError: one is no device of this machine that can be offered.
     """
     found = []
+    gpus = torch.cuda.device_count()
     for name in names:
         try:
             device = torch.device(name)
         except RuntimeError:
             device = torch.device("meta")
-        count = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
+        count = {"cpu": 1, "cuda": gpus}.get(device.type, 0)
         if (device.index or 0) >= count:
             raise DeviceError(
                 f"offering of the device {name!r}",
                 why="this machine has no such device that peers could use",
-                fix="Name those it has: cpu, cuda:0, ...",
+                fix=f"It has {', '.join(('cpu', *(f'cuda:{index}' for index in range(gpus))))}.",
             )
         found.append(device)
     return tuple(found)
