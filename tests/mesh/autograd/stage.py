@@ -19,9 +19,10 @@ import torch
 from auth import SecretKey, allow_any
 from mesh import autograd, blocking, optim, rpc
 from mesh.rpc import Agent, MeshRpcBackendOptions, RefLimits, RRef, api
+from tests.placements import placed
 from transport import EndpointConfig
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=3.0)
+CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=3.0, **placed())
 LEASE = 1.0
 
 weight = torch.ones(8, 8, requires_grad=True)
