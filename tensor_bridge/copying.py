@@ -23,7 +23,7 @@ TURN_BYTES = 16 << 20
 """Bytes copied before others on the event loop have their turn: one to two milliseconds. What runs
 in between takes a fifth of one, for the copy has left nothing else in the caches."""
 
-FRESH_TURN_BYTES = 4 * HUGE_PAGE
+FRESH_TURN_BYTES = 2 * HUGE_PAGE
 """The same for memory that is touched for the first time, which takes two to five times as long."""
 
 PIECE, LEAST_PIECE = 4 << 20, 1 << 18

@@ -117,7 +117,7 @@ async def test_nothing_is_under_way_when_it_ends_early(
         else:
             raise AssertionError("it was not ended")
     left = target.clone()
-    await eventually(lambda: _thread._count() == before)
+    await eventually(lambda: _thread._count() <= before)
     assert torch.equal(target, left)
     assert not target[TURN_BYTES:].any()
 
