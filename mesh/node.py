@@ -34,7 +34,7 @@ from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
 from mesh.joining import join
 from mesh.peer import Peer
-from mesh.returns import FIRST_PAUSE, LONGEST_PAUSE, Returns
+from mesh.recently_lost import FIRST_PAUSE, LONGEST_PAUSE, RecentlyLost
 from mesh.services import register_services
 from mesh.status import PeerStatus
 from mesh.upkeep import keep_delegated, watch_keys
@@ -113,7 +113,7 @@ class Node:
         self._offers: list[Offer] = []
         self._shared_memory = shared_memory
         self._join = tuple(join)
-        self._returns = Returns()
+        self._recently_lost = RecentlyLost()
         self._endpoint: Endpoint | None = None
         self._stack: AsyncExitStack | None = None
 
@@ -387,7 +387,7 @@ class Node:
         """Return the open connection to a peer, made if need be; what `Peer` stands on.
 
         A peer that was lost a moment ago may be starting anew: until it has been gone for
-        `mesh.returns.RETURN_SECONDS` it is dialled again and again, at the addresses known by then.
+        `mesh.recently_lost.RETURN_SECONDS` it is dialled again, at the addresses known by then.
 
         Args:
             node_id: whom to dial.
@@ -521,7 +521,9 @@ class Node:
                 break
             except MeshError as error:
                 pause = backoff.pause()
-                left = min(deadline - anyio.current_time(), self._returns.seconds_left(node_id))
+                left = min(
+                    deadline - anyio.current_time(), self._recently_lost.seconds_left(node_id)
+                )
                 if isinstance(error, AccessDenied) and self._is_passing:
                     error.fix = _invite_fix(error.fix)
                 if once or pause >= left or not isinstance(error, Unreachable):
@@ -549,10 +551,10 @@ class Node:
             case PeerJoined(connection) if _may_be_dialled(connection):
                 remote = parse_address(connection.info.remote)
                 self.directory.reached(connection.peer.node_id, (remote,))
-                self._returns.joined(connection.peer.node_id)
+                self._recently_lost.joined(connection.peer.node_id)
             case PeerLeft(connection, error) if _may_be_dialled(connection):
                 self.directory.failed(connection.peer.node_id, error)
-                self._returns.left(connection, error)
+                self._recently_lost.left(connection, error)
             case _:
                 pass
 

@@ -15,9 +15,9 @@ from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_VERSION, name_of, take_id
 from transport import CborValue
 
-__all__ = ["Found", "KeepCall", "UndoCall"]
+__all__ = ["MAX_BLOCK", "Found", "KeepCall", "UndoCall"]
 
-_MAX_NUMBER = (1 << 16) - 1
+MAX_BLOCK = (1 << 16) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class KeepCall:
         message = cls(
             take_id(fields, "upload"),
             decode_meta(fields.value("meta")),
-            fields.integer("block", high=_MAX_NUMBER),
+            fields.integer("block", high=MAX_BLOCK),
             fields.integer("lend", high=MAX_VERSION),
             name_of(fields),
         )

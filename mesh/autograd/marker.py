@@ -21,6 +21,7 @@ import torch
 
 from auth import MeshError, NodeId
 from mesh.autograd.contexts import MAX_MARKINGS, Context, Contexts, gone
+from mesh.autograd.errors import BackwardError
 from mesh.autograd.marking import Edge, Found, Marking
 from mesh.autograd.peers import Peers
 from mesh.autograd.run import Run
@@ -219,9 +220,19 @@ class Marker:
         if isinstance(answer, Failure):
             return answer
         try:
-            if Marked.decode(answer).wanted != unasked.foretold:
+            marked = Marked.decode(answer)
+            if marked.wanted != unasked.foretold:
                 raise ProtocolError("marking", why="what it needs is not what it has foretold")
-        except ProtocolError as error:
+            marking.lenders += marked.lenders
+            if marking.lenders > 1 and marked.lenders:
+                # Nobody has claimed them before the runs began, so these might wait in a circle.
+                raise BackwardError(
+                    "marking",
+                    why="a DistributedDataParallel module was made of parameters that a call of "
+                    "this context had used before, and another node has one as well",
+                    fix="Make such modules before the context begins.",
+                )
+        except MeshError as error:
             return self._peers.failure(error, peer)
         del marking.unasked[peer]
         with contextlib.suppress(InvalidStateError):  # it is over, and nobody waits for it

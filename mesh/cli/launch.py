@@ -39,9 +39,12 @@ def add_to(app: typer.Typer) -> None:
 
 def run(
     context: typer.Context,
-    program: Annotated[str, typer.Argument(help="Python file, or module with -m.")],
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="Python file, or module with -m.")
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the program.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENT", help="Arguments of the program.", show_default=False),
     ] = None,
     nproc_per_node: Annotated[
         int, typer.Option("--nproc-per-node", min=1, help="Ranks on each machine.")
@@ -82,10 +85,11 @@ def run(
         bool, typer.Option("--module", "-m", help="The program is a module's name.")
     ] = False,
 ) -> None:
-    """Start the ranks of a PyTorch program, which find each other without address or port.
+    """Start the ranks of a PyTorch program on this machine.
 
-    They have torchrun's environment variables and the backend "mesh". Signals go to all of them;
-    when one fails the others are ended, and its exit code is the command's.
+    They find each other without address or port, and have torchrun's environment variables and the
+    backend "mesh". Signals go to all of them; when one fails the others are ended, and its exit
+    code is the command's.
     """
     import anyio
 

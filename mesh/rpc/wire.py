@@ -23,7 +23,7 @@ import math
 from typing import Self
 
 from auth import IdentityError, NodeId
-from mesh.rpc.heads import (
+from mesh.rpc.encoding.heads import (
     Shapes,
     answer_head,
     read_answer_head,
@@ -31,13 +31,14 @@ from mesh.rpc.heads import (
     read_request_head,
     request_head,
 )
+from mesh.rpc.encoding.pickled import has_pickle
+from mesh.rpc.encoding.values import MAX_TENSORS
 from mesh.rpc.links import Link
-from mesh.rpc.pickled import has_pickle
-from mesh.rpc.targets import ID_BYTES, Target
-from mesh.rpc.values import MAX_TENSORS
+from mesh.rpc.names.targets import ID_BYTES, Target
 from tensor_bridge import TensorMeta
 from tensor_bridge.fields import Fields
-from tensor_bridge.wire import MAX_LANE, lanes_of
+from tensor_bridge.wire import MAX_LANE, MAX_VERSION, lanes_of
+from tensor_bridge.wire_blocks import MAX_BLOCK
 from transport import CborValue, ProtocolError, cbor
 from transport.frames import MAX_FRAME
 
@@ -79,7 +80,7 @@ class Beside:
         metas: one for each.
         inline: the bytes of each, None where they travel apart.
         devices: of a request, the reader's device that each is to be put on; of an answer, the
-            writer's that it was on; None for the CPU. See `mesh.rpc.placement`.
+            writer's that it was on; None for the CPU. See `mesh.rpc.tensors.placement`.
     """
 
     metas: tuple[TensorMeta, ...] = ()
@@ -140,6 +141,8 @@ class Request:
         create: the reference that the result is to become, and the caller's fork of it.
         key: what its large tensors travel under; empty if there are none.
         link: the autograd context that it was sent in, if any.
+        lent: which of its large tensors lie in shared memory of the writer's, and come on no
+            stream: by their numbers, the block and the name of its lending.
     """
 
     target: Target
@@ -149,6 +152,7 @@ class Request:
     create: Fork | None = None
     key: bytes = b""
     link: Link | None = None
+    lent: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def encode(self) -> list[CborValue]:
         """Return the message as it travels."""
@@ -156,6 +160,8 @@ class Request:
         own: dict[str, CborValue] = {"key": self.key} if self.key else {}
         if self.create is not None:
             own["create"] = self.create.encode()
+        if self.lent:
+            own["lent"] = [[number, *block] for number, block in self.lent.items()]
         return _parts(head, self.items, self.beside, own, self.link)
 
     @classmethod
@@ -166,8 +172,14 @@ class Request:
         beside = Beside.of(shapes, content)
         create = Fork.decode(fields.value("create")) if fields.has("create") else None
         key, link = _key(fields, beside), _link(fields)
+        lent = _lent(fields, beside) if fields.has("lent") else {}
         fields.finish()
-        return cls(target, read_items(items), beside, seconds, create, key, link)
+        return cls(target, read_items(items), beside, seconds, create, key, link, lent)
+
+    @property
+    def on_streams(self) -> tuple[int, ...]:
+        """The numbers of its large tensors that come on streams."""
+        return tuple(number for number in self.beside.apart if number not in self.lent)
 
     @property
     def has_pickle(self) -> bool:
@@ -413,6 +425,22 @@ def _taken_apart(value: CborValue, what: str) -> tuple[bytes, bytes, bytes, Fiel
 
 def _link(fields: Fields) -> Link | None:
     return Link.decode(fields.value("autograd")) if fields.has("autograd") else None
+
+
+def _lent(fields: Fields, beside: Beside) -> dict[int, tuple[int, int]]:
+    """Take which tensors lie in shared memory; they are some of those that travel apart."""
+    lent: dict[int, tuple[int, int]] = {}
+    apart = set(beside.apart)
+    for item in fields.items("lent", MAX_TENSORS):
+        match item:
+            case [int(number), int(block), int(lend)] if (
+                number in apart and 0 <= block <= MAX_BLOCK and 0 <= lend <= MAX_VERSION
+            ):
+                apart.discard(number)
+                lent[number] = block, lend
+            case _:
+                raise fields.wrong("'lent' must say of tensors that travel apart where they lie")
+    return lent
 
 
 def _key(fields: Fields, beside: Beside) -> bytes:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import torch
 
 from tensor_bridge.codec import TensorMeta
@@ -22,7 +23,7 @@ from tensor_bridge.lanes.lane import Lane, Place
 from tensor_bridge.lanes.local import LocalLane, is_here, note
 from tensor_bridge.lanes.quic import QuicLane
 from tensor_bridge.lanes.shared import Landing, Link, SealedLane, SharedLane, Sharing
-from tensor_bridge.lanes.shared.blocks import Loan
+from tensor_bridge.lanes.shared.blocks import Block, Loan
 from tensor_bridge.lanes.shared.sealed import sealed_memory
 from tensor_bridge.memory import Payload
 from tensor_bridge.wire import FIRST_MOVE
@@ -239,19 +240,14 @@ class Lanes:
             ConnectionClosed: the link with the peer has ended.
             MeshError: what `ask` raises.
         """
-        link, whole = self._link(connection), payload.whole()
-        if link is None or whole is None:
+        link = self._link(connection)
+        if link is None or payload.whole() is None:
             return None
-        link.take_what_is_there()
-        block = link.blocks.take(payload.nbytes)
+        block = await _written(link, payload, moved)
         if block is None:
             return None
+        lend = link.blocks.lend(block, payload.nbytes)
         try:
-            await copy_in_turns(
-                block.view, whole, moved, is_intact=payload.is_intact, is_fresh=block.is_fresh
-            )
-            link.check()
-            lend = link.blocks.lend(block)
             kept = await ask(block.number, lend)
         except BaseException:
             link.blocks.drop(block)  # the peer may have it or not
@@ -259,6 +255,41 @@ class Lanes:
         if kept is None:
             link.blocks.returned(lend)
         return kept
+
+    @contextlib.asynccontextmanager
+    async def lending(
+        self, connection: Connection, payloads: Mapping[int, Payload]
+    ) -> AsyncIterator[dict[int, tuple[int, int]]]:
+        """Write tensors to blocks of ours, for the peer to copy them from there.
+
+        The peer gives each back when it has it. If the context is left by an error, nobody knows
+        whether it will, and none is used again.
+
+        Args:
+            connection: with the peer.
+            payloads: all bytes of each tensor, by some number of it.
+
+        Yields:
+            The number of the block and the name of its lending, by the tensor's number, of those
+            that there was a block for.
+
+        Raises:
+            TensorChanged, ConnectionClosed: as `lend`.
+        """
+        link, lent = self._link(connection), dict[int, tuple[int, int]]()
+        if link is None:
+            yield lent
+            return
+        try:
+            for number, payload in payloads.items():
+                block = await _written(link, payload, _ignore)
+                if block is not None:
+                    lent[number] = block.number, link.blocks.lend(block, payload.nbytes)
+            yield lent
+        except BaseException:
+            for _, lend in lent.values():
+                link.blocks.drop_lent(lend)
+            raise
 
     async def take_back(
         self,
@@ -281,20 +312,14 @@ class Lanes:
             return False
         lend = await ask()
         block = None if lend is None else link.blocks.lent(lend)
-        if block is None or block.nbytes != nbytes:
+        if block is None or block.length != nbytes:
             return False
         block.readers += 1
         try:
-            await copy_in_turns(place.room, block.view, place.advance)
+            await copy_in_turns(place.room, block.view[:nbytes], place.advance)
         finally:
             block.readers -= 1
         return True
-
-    def expect(self, connection: Connection, nbytes: int) -> None:
-        """Take note that a tensor of ours was deleted at the peer: the next may be as long."""
-        link = self._link(connection)
-        if link is not None:
-            link.blocks.expect(nbytes)
 
     def borrow(
         self, connection: Connection, block: int, lend: int, meta: TensorMeta
@@ -310,6 +335,23 @@ class Lanes:
         link.take_what_is_there()  # the block came before the call, on another way
         with link.checking():
             return link.their_blocks.lend(block, lend, meta)
+
+    async def borrowed(
+        self, connection: Connection, block: int, lend: int, meta: TensorMeta
+    ) -> Loan | None:
+        """Return the same, also if much else has come before it; None if there is no link any more.
+
+        Raises:
+            ConnectionClosed: as `borrow`.
+        """
+        while (link := self._link(connection)) is not None:
+            is_more = link.take_what_is_there()
+            with link.checking():
+                loan = link.their_blocks.lend(block, lend, meta)
+            if loan is not None or not is_more:
+                return loan
+            await anyio.lowlevel.checkpoint()
+        return None
 
     def lent_as(self, connection: Connection, content: object) -> int | None:
         """Return the name of the peer's lending that `content` is, if it is one."""
@@ -347,6 +389,41 @@ class Lanes:
 
     def _is_here(self, connection: Connection) -> bool:
         return self._takes_local and is_here(connection)
+
+
+async def _written(link: Link, payload: Payload, moved: Callable[[int], object]) -> Block | None:
+    """Write a tensor to a block, and return that; None if there is none. Raises as `Lanes.lend`."""
+    link.take_what_is_there()
+    block = link.blocks.take(payload.nbytes)
+    if block is None:
+        return None
+    room = block.view[: payload.nbytes]
+    try:
+        whole = payload.whole()
+        if whole is None:
+            await _gather(room, payload, moved)
+        else:
+            fresh = block.nbytes if block.is_fresh else 0
+            await copy_in_turns(room, whole, moved, is_intact=payload.is_intact, fresh=fresh)
+        link.check()
+    except BaseException:
+        link.blocks.drop(block)
+        raise
+    return block
+
+
+async def _gather(target: memoryview, payload: Payload, moved: Callable[[int], object]) -> None:
+    """Copy what does not lie in one span."""
+    start = 0
+    for piece in payload.pieces():
+        target[start : start + len(piece)] = piece
+        start += len(piece)
+        moved(len(piece))
+        await anyio.lowlevel.checkpoint()
+
+
+def _ignore(_: int) -> None:
+    """Progress that nobody waits for."""
 
 
 NO_LANES = Lanes(None)

@@ -1,11 +1,12 @@
 """Backward of a Transformer encoder, whole and split over three processes, in one run.
 
-python -m tests.benchmarks.split_encoder [--width 512] [--steps 10]
+python -m tests.benchmarks.split_encoder [--width 512] [--steps 20]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from transport import EndpointConfig
 
 LAYERS = 3
 BATCH, LENGTH = 8, 64
+WARM_UP = 4
 
 
 @rpc.exposed
@@ -42,7 +44,7 @@ class Layer:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--store", default="")
     options = parser.parse_args()
@@ -75,7 +77,11 @@ def main() -> None:
 
 
 def measure(width: int, steps: int) -> None:
-    """Print medians of both in turn, and of their ratio."""
+    """Go backward in turn, whole and split; print medians, and that of the ratio.
+
+    The machine's speed drifts, so each split backward is compared with the mean of the whole ones
+    before and after it.
+    """
     marking: list[float] = []
     real = Marker.marked
 
@@ -90,33 +96,45 @@ def measure(width: int, steps: int) -> None:
     alone = [Layer(width, number) for number in range(LAYERS)]
     split = [rpc.remote(number, Layer, (width, number)) for number in range(1, LAYERS)]
     x = torch.randn(BATCH, LENGTH, width)
-    locals_, remotes = [], []
-    for step in range(steps + 2):
+
+    def whole_backward() -> float:
         y = x
         for each in alone:
             y = each.forward(y)
+        loss = y.sum()
         began = time.perf_counter()
-        y.sum().backward()  # type: ignore[no-untyped-call]
-        middle = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        seconds = time.perf_counter() - began
         for each in alone:
             each.layer.zero_grad()
+        return seconds
+
+    def split_backward() -> float:
         with autograd.context() as context_id:
             y = alone[0].forward(x)
             for ref in split:
                 y = ref.rpc_sync().forward(y)
             loss = y.sum()
-            start = time.perf_counter()
+            began = time.perf_counter()
             autograd.backward(context_id, [loss])
-            end = time.perf_counter()
-        if step >= 2:
-            locals_.append(middle - began)
-            remotes.append(end - start)
-    ratio = statistics.median(b / a for a, b in zip(locals_, remotes, strict=True))
+            return time.perf_counter() - began
+
+    for _ in range(WARM_UP):
+        whole_backward()
+        split_backward()
+    wholes, splits = [whole_backward()], list[float]()
+    for _ in range(steps):
+        splits.append(split_backward())
+        wholes.append(whole_backward())
+    means = [(before + after) / 2 for before, after in itertools.pairwise(wholes)]
+    ratios = [mine / mean for mine, mean in zip(splits, means, strict=True)]
+    least, _, most = statistics.quantiles(ratios)
     print(
-        f"width {width}: local {statistics.median(locals_) * 1e3:.1f} ms, "
-        f"split {statistics.median(remotes) * 1e3:.1f} ms, ratio {ratio:.2f} "
-        f"(least {min(remotes) / min(locals_):.2f}); "
-        f"marking {statistics.median(marking[2:]) * 1e3:.2f} ms, least {min(marking) * 1e3:.2f} ms"
+        f"width {width}: whole {statistics.median(wholes) * 1e3:.1f} ms, "
+        f"split {statistics.median(splits) * 1e3:.1f} ms, ratio {statistics.median(ratios):.2f} "
+        f"(half of them from {least:.2f} to {most:.2f}; least times "
+        f"{min(splits) / min(wholes):.2f}); "
+        f"marking {statistics.median(marking[WARM_UP:]) * 1e3:.2f} ms"
     )
 
 

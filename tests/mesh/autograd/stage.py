@@ -18,10 +18,12 @@ import torch
 
 from auth import SecretKey, allow_any
 from mesh import autograd, blocking, optim, rpc
+from mesh.autograd.commits import Commits
 from mesh.rpc import Agent, MeshRpcBackendOptions, RefLimits, RRef, api
+from tests.placements import placed
 from transport import EndpointConfig
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=3.0)
+CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=3.0, **placed())
 LEASE = 1.0
 
 weight = torch.ones(8, 8, requires_grad=True)
@@ -60,7 +62,7 @@ def parameter() -> torch.Tensor:
     return weight
 
 
-def kill(rank: int, size: int, number: int) -> None:
+def kill(rank: int, size: int, number: int, *, settling: bool = False) -> None:
     """Stage `number` dies amid a backward; who is left says its name, and frees everything."""
     if rank == 0:
         x = torch.ones(2, 8, requires_grad=True)
@@ -68,13 +70,14 @@ def kill(rank: int, size: int, number: int) -> None:
             loss = forward(x, 0, size - 1, -1).sum()  # all are connected, and well
             autograd.backward(context_id, [loss])
         with autograd.context() as context_id:
-            loss = forward(x, 0, size - 1, number).sum()
+            loss = forward(x, 0, size - 1, -1 if settling else number).sum()
             who = rpc.get_worker_info(f"stage{number}").node_id.short
             began = time.monotonic()
             try:
-                autograd.backward(context_id, [loss])
+                autograd.backward(context_id, [loss], atomic=settling)
             except autograd.BackwardError as error:
                 assert who in str(error), str(error)  # noqa: PT017
+                assert not settling or not autograd.get_gradients(context_id)
             else:
                 raise AssertionError("nothing was raised")
             assert time.monotonic() - began < 2 * CONFIG.liveness
@@ -83,6 +86,18 @@ def kill(rank: int, size: int, number: int) -> None:
         assert time.monotonic() < end, left_over()
         time.sleep(0.05)
     print("freed:", rank, flush=True)
+
+
+def settle(rank: int, size: int, number: int) -> None:
+    """The same, when all runs are over, and their gradients are to count."""
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == number:
+        # Of the root what begins it, of the others what answers it.
+        Commits.commit = Commits._taken = die  # type: ignore[method-assign, assignment]
+    kill(rank, size, number, settling=True)
 
 
 def repeat(rank: int, size: int, number: int) -> None:
@@ -152,6 +167,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "kill": kill,
     "optimize": optimize,
     "repeat": repeat,
+    "settle": settle,
 }
 
 
@@ -170,7 +186,7 @@ def main() -> None:
             rpc_backend_options=MeshRpcBackendOptions(init_method=f"file://{file}", node=node),
         )
         SCENARIOS[name](rank, size, number)
-        rpc.shutdown(graceful=name != "kill")
+        rpc.shutdown(graceful=name not in ("kill", "settle"))
 
 
 def _begin(node: blocking.Node) -> Any:

@@ -248,3 +248,28 @@ async def test_the_end_of_a_context_frees_what_is_claimed_in_it(lenders: list[Wo
         await in_thread(program)
         await quiet(a, b, c)
         assert none_is_held(b, c)
+
+
+@pytest.mark.parametrize("late", ["one", "both"])
+async def test_reducers_that_were_made_after_the_calls_never_wait_in_a_circle(
+    late: str, lenders: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their nodes had foretold what answers depend on, and none was told of before the run."""
+    async with workers(3, scale) as (a, b, c):
+        monkeypatch.setattr(reducers, "are_there", lambda: bool(lenders))
+
+        def program() -> None:
+            x = torch.ones(3, requires_grad=True)
+            with a.context() as context_id:
+                loss = a.call(c, scale, a.call(b, scale, x)).sum()
+                lenders.extend([b] if late == "one" else [b, c])
+                if late == "both":
+                    with pytest.raises(BackwardError, match="had used before"):
+                        a.backward(context_id, loss)
+                    return
+                a.backward(context_id, loss)
+                assert torch.equal(a.gradients(context_id)[x], (b.weight * c.weight).detach())
+
+        await in_thread(program)
+        await quiet(a, b, c)
+        assert none_is_held(b, c)

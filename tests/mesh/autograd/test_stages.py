@@ -37,9 +37,17 @@ def test_a_stage_dies_amid_a_backward(tmp_path: Path) -> None:
     die(tmp_path, 1)
 
 
-def die(path: Path, dying: int) -> None:
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    "dying", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+)
+def test_a_stage_dies_as_an_atomic_backward_is_to_count(tmp_path: Path, dying: int) -> None:
+    die(tmp_path, dying, "settle")
+
+
+def die(path: Path, dying: int, scenario: str = "kill") -> None:
     """Have a stage die; who is left says so, and frees everything."""
-    for rank, (code, told, errors) in enumerate(stages(path, "kill", dying, 80)):
+    for rank, (code, told, errors) in enumerate(stages(path, scenario, dying, 80)):
         assert code == (-signal.SIGKILL if rank == dying else 0), told + errors
         assert told == ("" if rank == dying else f"freed: {rank}\n")
 

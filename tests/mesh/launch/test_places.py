@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from mesh import Home
+from mesh.errors import PlaceError
 from mesh.launch.job import Job, Plan
 from mesh.launch.output import MAX_LINE, Lines
-from mesh.launch.places import PlaceError, machines, rank_and_size
+from mesh.launch.places import machines, rank_and_size
 from mesh.store import StoreService
 from tests.mesh import nodes
 

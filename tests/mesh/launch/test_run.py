@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,10 @@ def test_one_rank_has_no_prefix_and_modules_run(tmp_path: Path) -> None:
     [
         ("sys.exit(7)", 7, "rank 1 ended with exit code 7"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 ended with signal SIGKILL"),
+        pytest.param(
+            *("os.kill(os.getpid(), 40)", 168, "rank 1 ended with signal 40"),
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="real-time signals"),
+        ),
     ],
 )
 def test_the_first_failure_ends_all_and_is_the_exit_code(
