@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -44,7 +43,7 @@ async def join(node: Node, targets: Iterable[Ticket | NodeId | str]) -> None:
 
     async with anyio.create_task_group() as tasks:
         for target in asked:
-            tasks.start_soon(partial(connect, target))
+            tasks.start_soon(connect, target)
     if failures and len(failures) == len(asked):
         if len(asked) == 1:
             raise failures[0]

@@ -38,6 +38,7 @@ from mesh.tasks import helpers
 from transport import (
     Connection,
     ConnectionClosed,
+    ConnectTimeout,
     Endpoint,
     Incoming,
     PeerAddress,
@@ -56,6 +57,9 @@ each other from answering in time."""
 
 DIAL_TRIES = 3
 """How often a rank is dialled that can't be reached, before the group fails to form."""
+
+LAST_WORD_SECONDS = 0.2
+"""Before the end of the time to connect in which a dial ends and says what it has met."""
 
 DELIVERY_SECONDS = 3.0
 """How long a rank that leaves waits for others to take what was sent to them, without a byte
@@ -251,6 +255,8 @@ class QuicExchange:
                 for link in self._links.values():
                     tasks.start_soon(link.attached.wait)
         for peer, error in failures.items():
+            if isinstance(error, ConnectTimeout):
+                continue
             if isinstance(error, AccessDenied):
                 raise error
             raise RankLost(
@@ -262,11 +268,12 @@ class QuicExchange:
         missing = tuple(peer for peer, link in self._links.items() if not link.attached.is_set())
         if missing:
             names = ", ".join(map(self.label, missing))
+            met = "".join(f"; {failures[peer]}" for peer in missing if peer in failures)
             raise CollectiveTimeout(
                 f"forming of group '{self.group}' on rank {self.rank}",
                 ranks=missing,
                 after=timeout,
-                why=f"timed out, and {names} did not connect",
+                why=f"timed out, and {names} did not connect{met}",
                 fix="Lower ranks dial higher ones: can they reach them, and are they admitted?",
             )
 
@@ -329,15 +336,19 @@ class QuicExchange:
         scope: anyio.CancelScope,
         dials: anyio.Semaphore,
     ) -> None:
+        began = anyio.current_time()
         try:
             async with dials:
-                connection = await self._reach(self._members[peer], anyio.current_time() + timeout)
+                deadline = began + timeout - min(timeout / 10, LAST_WORD_SECONDS)
+                connection = await self._reach(self._members[peer], deadline)
             await self._check_admitted(connection)
             for kind in ("control", "data"):
                 value = wire.request_value(self.nonce, self.rank, kind)
                 stream = await connection.open_stream(self._service, value, timeout=timeout)
                 await stream.reply()
                 self._links[peer].attach(kind, stream)
+        except ConnectTimeout as error:
+            failures[peer] = error  # others may be missing as well
         except MeshError as error:
             failures[peer] = error
             scope.cancel()

@@ -169,26 +169,29 @@ class _Meeting:
         try:
             self._store.wait([key], timedelta(seconds=max(self.left(), 0.001)))
         except RuntimeError as error:
-            others = [each for each in range(rank + 1, size) if self._is_absent(each)]
-            absent = (rank, *others)
+            others = self._absent(range(rank + 1, size))
+            absent = (rank, *(others or ()))
             have, of = ("have", "them") if others else ("has", "it")
-            came = [each for each in range(size) if each not in absent and each != self._rank]
+            came = ""
+            if size and others is not None:
+                here = [each for each in range(size) if each not in absent and each != self._rank]
+                came = f". Beside rank {self._rank} {_ranks(here) if here else 'nobody'} came"
             raise CollectiveTimeout(
                 f"forming of group '{self._group}' on rank {self._rank}",
                 ranks=absent,
                 after=time.monotonic() - began,
-                why=f"{_ranks(absent)} {have} not come: the store has no entry of {of} ({error}). "
-                f"Beside rank {self._rank} {_ranks(came) if came else 'nobody'} came",
+                why=f"{_ranks(absent)} {have} not come: the store has no entry of {of} ({error})"
+                + came,
                 fix="Is it running, with the same init_method and world size?",
             ) from error
         return self._store.get(key)
 
-    def _is_absent(self, rank: int) -> bool:
-        """Return whether the store has no entry of a rank, as far as the store can tell."""
+    def _absent(self, ranks: Sequence[int]) -> list[int] | None:
+        """Return of which of `ranks` the store has no entry; None if it does not tell."""
         try:
-            return not self._store.check([f"{self._prefix}rank/{rank}"])
+            return [each for each in ranks if not self._store.check([f"{self._prefix}rank/{each}"])]
         except RuntimeError:
-            return False
+            return None
 
     def _wrong(self, rank: int, why: str) -> CollectiveError:
         return CollectiveError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -183,7 +184,8 @@ def test_a_receive_from_any_rank_ends_with_the_last_that_could_send(cluster) -> 
 
 
 def test_a_receive_from_any_rank_times_out_naming_those_that_could_have_sent(cluster) -> None:
-    groups = cluster.form(3, timeout=0.3)
+    groups = cluster.form(3)
+    groups[0].set_timeout(timedelta(seconds=0.3))
     with pytest.raises(CollectiveTimeout, match=r"rank 1 .* or rank 2 .*still awaited") as caught:
         groups[0].recv_anysource([torch.empty(1)], 0).wait()
     assert caught.value.ranks == (1, 2)
@@ -525,6 +527,27 @@ def test_all_missing_ranks_are_named_and_who_came() -> None:
             assert error.ranks == (1, 2, 4)
             assert "ranks 1, 2, 4 have not come" in str(error)
             assert f"Beside rank {me} rank {came} came" in str(error)
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["silent", "closed"])
+def test_a_rank_that_can_not_be_reached_is_named_with_each_address(answers: bool) -> None:
+    node_id = SecretKey.generate().node_id
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mute, loopback_node() as node:
+        mute.bind(("127.0.0.1", 0))
+        where = ["127.0.0.1:9"] if answers else [f"127.0.0.1:{mute.getsockname()[1]}"]
+        record = {"node": str(node_id), "addresses": [*where, "192.0.2.1:4433"]}
+        store = dist.HashStore()
+        store.set("1/rank/1", cbor.encode(record, max_size=4096))
+        began = time.monotonic()
+        with pytest.raises(RankLost if answers else CollectiveTimeout) as caught:
+            process_group(node, store, 0, 2, timeout=1.0)
+        assert time.monotonic() - began < 2
+        assert caught.value.ranks == (1,)
+        told = str(caught.value)
+        assert f"rank 1 ({node_id.short})" in told
+        assert f"{where[0]}: " in told
+        assert ("nothing listens" if answers else "no answer") in told
+        assert "192.0.2.1:4433: " in told
 
 
 def test_options_say_which_node() -> None:
