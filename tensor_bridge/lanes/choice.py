@@ -248,10 +248,14 @@ class Lanes:
             return None
         try:
             await copy_in_turns(
-                block.view, whole, moved, is_intact=payload.is_intact, is_fresh=block.is_fresh
+                block.view[: payload.nbytes],
+                whole,
+                moved,
+                is_intact=payload.is_intact,
+                fresh=block.nbytes if block.is_fresh else 0,
             )
             link.check()
-            lend = link.blocks.lend(block)
+            lend = link.blocks.lend(block, payload.nbytes)
             kept = await ask(block.number, lend)
         except BaseException:
             link.blocks.drop(block)  # the peer may have it or not
@@ -281,20 +285,14 @@ class Lanes:
             return False
         lend = await ask()
         block = None if lend is None else link.blocks.lent(lend)
-        if block is None or block.nbytes != nbytes:
+        if block is None or block.length != nbytes:
             return False
         block.readers += 1
         try:
-            await copy_in_turns(place.room, block.view, place.advance)
+            await copy_in_turns(place.room, block.view[:nbytes], place.advance)
         finally:
             block.readers -= 1
         return True
-
-    def expect(self, connection: Connection, nbytes: int) -> None:
-        """Take note that a tensor of ours was deleted at the peer: the next may be as long."""
-        link = self._link(connection)
-        if link is not None:
-            link.blocks.expect(nbytes)
 
     def borrow(
         self, connection: Connection, block: int, lend: int, meta: TensorMeta

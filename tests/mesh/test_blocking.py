@@ -90,7 +90,7 @@ def test_peer(pair: tuple[blocking.Node, blocking.Node]) -> None:
     assert peer.node_id == there.node_id
     assert 0 < peer.ping() < 3
     assert peer.info()["node_id"] == str(there.node_id)
-    assert [status.state for status in here.peers()] == [PeerState.AUTHORISED]
+    assert [status.state for status in here.peers()] == [PeerState.AUTHORIZED]
     assert here.label(there.node_id) == peer.label == there.node_id.short
     peer.close()
     assert peer.ping() > 0

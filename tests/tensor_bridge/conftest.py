@@ -53,7 +53,8 @@ OF_NO_LANE = {
 
 
 NOT_IN_A_PROCESS = {"test_a_put_cancelled_exactly_at_its_end"}
-"""What counts the turns in which an operation ends, which another process decides there."""
+"""What counts the turns in which an operation ends: to wait for another process takes a hundred of
+them, or thousands, as the machine's load has it."""
 
 STOPS_A_PROCESS = {"test_client_vanishes", "test_source_vanishes", "test_target_vanishes"}
 """What stops a node's endpoint process, which the others must not share then."""

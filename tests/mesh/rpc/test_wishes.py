@@ -26,7 +26,8 @@ import mesh.blocking
 from auth import AccessDenied, SecretKey, allow_any
 from mesh import Node, rpc
 from mesh.errors import MeshError, ProtocolError
-from mesh.rpc import MeshRpcBackendOptions, Unsendable, asking
+from mesh.rpc import MeshRpcBackendOptions, Unsendable
+from mesh.rpc.calling import asking
 from mesh.rpc.wire import CALL_SERVICE, Answer
 from tests.mesh import nodes
 from tests.mesh.collective.exchange_memory import outcomes
