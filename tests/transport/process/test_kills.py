@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
@@ -15,6 +16,7 @@ from tests.cancelling import process_holdings
 from tests.programs import Program
 from tests.transport.nodes import at, endpoint, eventually
 from tests.transport.process.test_life import is_gone, pid
+from tests.transport.process.test_sharing import daemon, memories, path, patient, shared
 from transport import EndpointLost, Incoming, PeerLost
 
 pytestmark = [
@@ -23,6 +25,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has endpoint processes"),
 ]
+
+__all__ = ["path", "patient"]  # fixtures
 
 ROUNDS = 50
 MIB = 1 << 20
@@ -33,7 +37,8 @@ from auth import SecretKey, allow_any, NodeId
 from transport import Endpoint, EndpointConfig, PeerAddress
 
 async def main():
-    config = EndpointConfig(bind="127.0.0.1:0", placement="process", linger=0.1)
+    share = sys.argv[3] if sys.argv[3:] else None
+    config = EndpointConfig(bind="127.0.0.1:0", placement="process", share=share, linger=0.1)
     async with Endpoint(SecretKey.generate(), allow_any(), config) as node:
         print(node._engine._child.pid, flush=True)
         where = PeerAddress(NodeId.parse(sys.argv[1]), (("127.0.0.1", int(sys.argv[2])),))
@@ -73,6 +78,36 @@ async def test_programs_killed_at_random_points() -> None:
                     assert isinstance(await connection.wait_closed(), PeerLost)
                 await eventually(lambda: is_gone(number), 2)  # noqa: B023
             await eventually(lambda: not listener._connections)
+
+
+async def test_programs_that_share_a_process_killed_at_random_points(path: Path) -> None:
+    chance = random.Random(6)
+    async with daemon(path), shared(path) as node, endpoint(linger=0.1) as listener:
+        listener.register_service("mirror", _mirror, scope="x")
+        connection = await node.connect(at(listener))
+        before = descriptors(pid(node))
+        for _ in range(ROUNDS):
+            arguments = ["-c", PROGRAM, str(listener.node_id), str(listener.port), str(path)]
+            with Program(arguments, torch=False) as program:
+                assert program.stdout is not None
+                number = int(await anyio.to_thread.run_sync(program.stdout.readline))
+                assert number == pid(node)
+                await eventually(lambda: len(listener.connections) == 2, 20)
+                (theirs,) = (
+                    each for each in listener.connections if each.peer.node_id != node.node_id
+                )
+                await anyio.sleep(chance.random() * 0.3)
+                os.kill(program.pid, signal.SIGKILL)
+                with anyio.fail_after(3):
+                    assert isinstance(await theirs.wait_closed(), PeerLost)
+            await eventually(lambda: memories(pid(node)) == 1)
+            await eventually(lambda: descriptors(pid(node)) == before)
+            assert await connection.call("echo", 1) == 1
+
+
+def descriptors(process: int) -> int:
+    """How many a process has open."""
+    return len(list(Path(f"/proc/{process}/fd").iterdir()))
 
 
 async def test_processes_killed_at_random_points() -> None:
