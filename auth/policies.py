@@ -118,13 +118,19 @@ class _AllOf:
 
 
 @dataclass(frozen=True, slots=True)
-class _ByAlpn:
+class _ByName:
     policies: dict[str, Authorizer]
     default: Authorizer | None
 
     @property
     def authorizers(self) -> tuple[Authorizer, ...]:
-        return _distinct(self.policies, self.default)
+        """Each once, in the order given, the default last."""
+        named = (*self.policies.values(), *(() if self.default is None else (self.default,)))
+        return tuple({id(authorizer): authorizer for authorizer in named}.values())
+
+
+class _ByAlpn(_ByName):
+    __slots__ = ()
 
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
         alpn = request.alpn if isinstance(request, ConnectRequest) else MESH_ALPN
@@ -132,14 +138,8 @@ class _ByAlpn:
         return _NO_POLICY if chosen is None else await ask(chosen, request)
 
 
-@dataclass(frozen=True, slots=True)
-class _ByService:
-    policies: dict[str, Authorizer]
-    default: Authorizer | None
-
-    @property
-    def authorizers(self) -> tuple[Authorizer, ...]:
-        return _distinct(self.policies, self.default)
+class _ByService(_ByName):
+    __slots__ = ()
 
     async def authorize(self, request: AccessRequest) -> Grant | Denial:
         match request:
@@ -171,11 +171,3 @@ class _ByService:
                 return self.policies[name]
             name = name[: max(name.rfind("."), name.rfind(":"), 0)]
         return self.default
-
-
-def _distinct(
-    policies: Mapping[str, Authorizer], default: Authorizer | None
-) -> tuple[Authorizer, ...]:
-    """Return each authorizer once, in the order given, the default last."""
-    named = (*policies.values(), *(() if default is None else (default,)))
-    return tuple({id(authorizer): authorizer for authorizer in named}.values())

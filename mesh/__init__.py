@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         any_of,
         deny_all,
     )
-    from mesh import autograd, blocking, errors, nn, optim, rpc, train
+    from mesh import autograd, blocking, distributed, errors, nn, optim, rpc, train
     from mesh.device.api import describe, device, devices
     from mesh.device.groups.context import DistributedContext, ReduceOperation
     from mesh.errors import AccessDenied, MeshError
@@ -59,6 +59,8 @@ __all__ = [
     "autograd",
     "optim",
     "nn",
+    # collectives
+    "distributed",
     # devices of peers
     "device",
     "devices",
@@ -99,6 +101,7 @@ if not TYPE_CHECKING:  # A checker that saw __getattr__ would accept every name.
             "rpc": "mesh.rpc",
             "autograd": "mesh.autograd",
             "optim": "mesh.optim",
+            "distributed": "mesh.distributed",
             "nn": "mesh.nn",
             "device": "mesh.device",
             "devices": "mesh.device.api",

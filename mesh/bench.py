@@ -80,8 +80,8 @@ MAX_ROUNDS = 100
 PATIENCE = 5.0
 """A size is left out if one move of it would take this many times the seconds given to all."""
 
-
 CLEANUP_SECONDS = 2.0
+"""How long to try to delete what lies at the peer once the measurement has failed or ended."""
 
 
 class Way(StrEnum):

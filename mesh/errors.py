@@ -54,9 +54,11 @@ command when the error ends it.
     │   ├── SessionLost              3  the peer no longer has this program's tensors
     │   ├── DeviceBusy               1  more is queued than may be, and this thread can't wait
     │   └── UnsupportedOnDevice      2  what remote devices can't do
+    ├── CheckpointError              1  a checkpoint that can't be written as asked, or is none
     └── NodeError                    1  a node can't do what was asked of it
         ├── HomeError                1  the state directory can't be used
         ├── NotRunning               3  no daemon runs in this home
+        ├── PlaceError               2  a rank, or a number of them, that is unknown or can't be
         └── UnknownPeer              3  a peer that nothing is known about, or no address of it
 """
 
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
         RpcTimeout,
         Unsendable,
     )
+    from mesh.train.errors import CheckpointError
     from tensor_bridge.errors import (
         NoSuchTensor,
         QuotaExceeded,
@@ -135,6 +138,7 @@ __all__ = [
     "AddressInUse",
     "BackwardError",
     "BufferGone",
+    "CheckpointError",
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -159,6 +163,7 @@ __all__ = [
     "OperationFailed",
     "PeerLost",
     "PickleRefused",
+    "PlaceError",
     "ProtocolError",
     "QuotaExceeded",
     "RankFailed",
@@ -204,6 +209,13 @@ class NotRunning(NodeError):
 
     code = "not-running"
     exit_code = 3
+
+
+class PlaceError(NodeError, ValueError):
+    """A rank, or a number of ranks or machines, is not known, or can't be."""
+
+    code = "place"
+    exit_code = 2
 
 
 class UnknownPeer(NodeError):
@@ -273,6 +285,7 @@ if not TYPE_CHECKING:  # The branches below this package, without waiting for to
                 "mesh.device.errors",
             ),
             "BackwardError": "mesh.autograd.errors",
+            "CheckpointError": "mesh.train.errors",
             "ContextGone": "mesh.autograd.errors",
             **dict.fromkeys(
                 (

@@ -99,7 +99,7 @@ class LoopThread:
             )
         call = _Call(function)
         try:
-            return portal.start_task_soon(call.make).result()
+            return _begin(portal, call.make).result()
         except CancelledError:
             raise NodeError("use of a node", why="it was closed meanwhile") from None
         except KeyboardInterrupt:
@@ -117,14 +117,14 @@ class LoopThread:
             if portal is None or thread is None or held is None:
                 return
             if self._leave is not None:
-                portal.start_task_soon(_set, self._leave)
+                _tell(portal, _set, self._leave)
             end = None if timeout is None else time.monotonic() + timeout
             try:
                 held.result(timeout)
             except (FutureTimeout, CancelledError):
                 held.cancel()
             finally:
-                portal.start_task_soon(portal.stop, True)
+                _tell(portal, portal.stop, True)
                 thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
 
@@ -151,8 +151,22 @@ class _Call(Generic[_Result]):
     def abandon(self, portal: BlockingPortal) -> None:
         self._abandoned = True
         if self._scope is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is over, and the call with it
-                portal.start_task_soon(_cancel, self._scope)
+            _tell(portal, _cancel, self._scope)
+
+
+def _begin(portal: BlockingPortal, function: Callable[[], Awaitable[_Result]]) -> Future[_Result]:
+    try:
+        return portal.start_task_soon(function)
+    except RuntimeError:
+        raise NodeError(
+            "use of a node", why="its event loop has ended", fix="Make a new one."
+        ) from None
+
+
+def _tell(portal: BlockingPortal, function: Callable[..., Awaitable[None]], about: object) -> None:
+    """Have something done in the loop, unless that is over, and all that ran there with it."""
+    with contextlib.suppress(RuntimeError):
+        portal.start_task_soon(function, about)
 
 
 async def _cancel(scope: anyio.CancelScope) -> None:

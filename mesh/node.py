@@ -32,8 +32,9 @@ from mesh.bench import register_calls as register_bench
 from mesh.directory import Directory
 from mesh.errors import NodeError
 from mesh.home import INVITE_LIFETIME, Home
+from mesh.joining import join
 from mesh.peer import Peer
-from mesh.returns import FIRST_PAUSE, LONGEST_PAUSE, Returns
+from mesh.recently_lost import FIRST_PAUSE, LONGEST_PAUSE, RecentlyLost
 from mesh.services import register_services
 from mesh.status import PeerStatus
 from mesh.upkeep import keep_delegated, watch_keys
@@ -112,7 +113,7 @@ class Node:
         self._offers: list[Offer] = []
         self._shared_memory = shared_memory
         self._join = tuple(join)
-        self._returns = Returns()
+        self._recently_lost = RecentlyLost()
         self._endpoint: Endpoint | None = None
         self._stack: AsyncExitStack | None = None
 
@@ -168,7 +169,8 @@ class Node:
         a ticket with a one-time invite lets it in.
 
         Args:
-            tickets: peers to connect to on entry; petnames and node ids will do too.
+            tickets: peers to connect to on entry; petnames and node ids will do too. Of several one
+                that is there is enough, and the others are warned of.
             home: the state directory with the machine's key and its peers book.
             key: a key of the program's own, for one that is authorized by itself.
             scopes: what the program may do at most, of what peers let the machine do.
@@ -283,10 +285,7 @@ class Node:
                 endpoint.start_soon(watch_keys, keys, endpoint)
             if self._delegation is not None and self.home is not None:
                 endpoint.start_soon(keep_delegated, endpoint, self.home, self._delegation)
-            for ticket in self._join:
-                # One list of tickets may go to every node of it.
-                if self.directory.resolve(ticket)[0].node_id != self.node_id:
-                    await self.connect(ticket)
+            await join(self, self._join)
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -388,7 +387,7 @@ class Node:
         """Return the open connection to a peer, made if need be; what `Peer` stands on.
 
         A peer that was lost a moment ago may be starting anew: until it has been gone for
-        `mesh.returns.RETURN_SECONDS` it is dialled again and again, at the addresses known by then.
+        `mesh.recently_lost.RETURN_SECONDS` it is dialled again, at the addresses known by then.
 
         Args:
             node_id: whom to dial.
@@ -522,7 +521,9 @@ class Node:
                 break
             except MeshError as error:
                 pause = backoff.pause()
-                left = min(deadline - anyio.current_time(), self._returns.seconds_left(node_id))
+                left = min(
+                    deadline - anyio.current_time(), self._recently_lost.seconds_left(node_id)
+                )
                 if isinstance(error, AccessDenied) and self._is_passing:
                     error.fix = _invite_fix(error.fix)
                 if once or pause >= left or not isinstance(error, Unreachable):
@@ -550,10 +551,10 @@ class Node:
             case PeerJoined(connection) if _may_be_dialled(connection):
                 remote = parse_address(connection.info.remote)
                 self.directory.reached(connection.peer.node_id, (remote,))
-                self._returns.joined(connection.peer.node_id)
+                self._recently_lost.joined(connection.peer.node_id)
             case PeerLeft(connection, error) if _may_be_dialled(connection):
                 self.directory.failed(connection.peer.node_id, error)
-                self._returns.left(connection, error)
+                self._recently_lost.left(connection, error)
             case _:
                 pass
 

@@ -13,7 +13,7 @@ from auth import NodeId
 from mesh.autograd.errors import ContextGone
 from mesh.rpc import api
 from mesh.rpc.errors import RpcError
-from mesh.rpc.reference import RRef
+from mesh.rpc.refs.reference import RRef
 
 __all__ = ["DistributedOptimizer", "LocalOptimizer"]
 

@@ -7,7 +7,7 @@ call                scope    answers
 ``node.announce``   node     takes the caller's addresses, answers this node's: both can dial then
 ``node.status``     admin    the above, every peer with state, path, round trip, bytes; tables
 ``node.ping_peer``  admin    pings a peer from here: path and round trip, or the error
-``node.refs``       admin    the remote references here and at connected peers; see mesh.rpc.listing
+``node.refs``       admin    the remote references here and at connected peers; see mesh.rpc
 ==================  =======  ===================================================================
 """
 
@@ -193,7 +193,7 @@ async def _ping_peer(node: Node, request: Incoming) -> CborValue:
 
 
 async def _refs(node: Node, request: Incoming) -> CborValue:
-    from mesh.rpc.listing import references_around  # imports torch
+    from mesh.rpc.refs.listing import references_around  # imports torch
 
     return await references_around(node, node.agent, request.peer.node_id)
 

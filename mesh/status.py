@@ -32,7 +32,7 @@ class PeerState(StrEnum):
     AUTHENTICATED = "authenticated"
     """It proved its key; the connection ended, or failed on the way to a session."""
 
-    AUTHORISED = "authorised"
+    AUTHORIZED = "authorized"
     """A session is open: at least one of the two may use the other."""
 
     REFUSED = "refused"
@@ -75,7 +75,7 @@ class PeerStatus:
         return dataclasses.replace(
             self,
             machine=None if identity.delegation is None else identity.machine_id,
-            state=PeerState.AUTHORISED,
+            state=PeerState.AUTHORIZED,
             reason=None,
             path=info.remote,
             outbound=connection.outbound,

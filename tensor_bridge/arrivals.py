@@ -107,6 +107,8 @@ class Arrivals:
         self._clock = clock
         self._coming: dict[_Key, Arrival] = {}
         self._finished: OrderedDict[_Key, Arrival] = OrderedDict()
+        self._undone: OrderedDict[_Key, float] = OrderedDict()
+        """When what was given up before it came: it may come yet, on another way."""
         self._closed = False
 
     @contextlib.asynccontextmanager
@@ -165,6 +167,8 @@ class Arrivals:
             if arrival._left_at is None or arrival._left_at > oldest:
                 break
             self._finished.popitem(last=False)
+        while self._undone and next(iter(self._undone.values())) <= oldest:
+            self._undone.popitem(last=False)
 
     def keep_outside(
         self,
@@ -176,15 +180,15 @@ class Arrivals:
         name: str | None = None,
         quotas: Quotas | None = None,
     ) -> Stored | None:
-        """Have an arrival begin and end at once; None if there is one of that upload id.
+        """Have an arrival begin and end at once; None if there is one of that upload id, or was.
 
         Raises:
-            QuotaExceeded: there is no room.
+            QuotaExceeded: there is no room for all of the memory that it lies in.
         """
         key = (owner, upload)
-        if self._closed or self._find(key) is not None:
+        if self._closed or key in self._undone or self._find(key) is not None:
             return None
-        arrival = self._begin(key, meta, name, quotas)
+        arrival = self._begin(key, meta, name, quotas, nbytes=content.nbytes)
         arrival._left_at = self._clock()
         arrival._turn.release()
         stored = arrival.keep_outside(content)
@@ -192,10 +196,16 @@ class Arrivals:
         return stored
 
     def undo(self, owner: NodeId, upload: str) -> None:
-        """Forget an arrival, and the object that it may have become; its owner gave it up."""
+        """Forget an arrival, and the object that it may have become; its owner gave it up.
+
+        One that is not here yet is not to be kept outside any more when it comes.
+        """
         key = (owner, upload)
         arrival = self._find(key)
         if arrival is None:
+            self._undone[key] = self._clock()
+            if len(self._undone) > MAX_FINISHED:
+                self._undone.popitem(last=False)
             return
         if arrival._holder is not None:
             arrival._is_useless = True
@@ -215,6 +225,7 @@ class Arrivals:
         """Forget everything: at once what nobody holds, the rest as it is let go of."""
         self._closed = True
         self._finished.clear()
+        self._undone.clear()
         for key, arrival in tuple(self._coming.items()):
             if arrival._left_at is not None:
                 self._drop(key)
@@ -244,9 +255,16 @@ class Arrivals:
         return self._coming.get(key) or self._finished.get(key)
 
     def _begin(
-        self, key: _Key, meta: TensorMeta, name: str | None, quotas: Quotas | None
+        self,
+        key: _Key,
+        meta: TensorMeta,
+        name: str | None,
+        quotas: Quotas | None,
+        *,
+        nbytes: int | None = None,
     ) -> Arrival:
-        reservation = self._store.reserve(key[0], meta.nbytes, quotas)
+        """Reserve room for a tensor's bytes, or for `nbytes` of memory that it lies in."""
+        reservation = self._store.reserve(key[0], meta.nbytes if nbytes is None else nbytes, quotas)
         try:
             arrival = Arrival(meta, reservation, name, self._memory)
         except BaseException:

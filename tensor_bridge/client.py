@@ -370,7 +370,6 @@ class TensorClient:
                     raise
 
         await self._persist(attempt, "deletion of a tensor", timeout, lambda: 0)
-        self._lanes.expect(self._connection, ref.meta.nbytes)
 
     async def info(self, object_id: str, *, timeout: float = CALL_SECONDS) -> TensorRef:
         """Return a reference, as of now, to a tensor of this client's at the peer.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
 from tensor_bridge.arrivals import Arrivals
+from tensor_bridge.errors import QuotaExceeded
 from tensor_bridge.lanes import Lanes
 from tensor_bridge.serve_put import PutService
 from tensor_bridge.serve_read import ReadService
@@ -38,21 +40,22 @@ async def _answer(answer: Callable[[Incoming], CborValue], incoming: Incoming) -
 def _keep(arrivals: Arrivals, lanes: Lanes, incoming: Incoming) -> CborValue:
     """Make an object of what lies in a block; nothing is answered if that can't be done.
 
-    Raises:
-        QuotaExceeded: there is no room for it.
+    Where there is no room for all of the block, there may be for the tensor.
     """
     call = KeepCall.decode(incoming.value)
     loan = lanes.borrow(incoming.connection, call.block, call.lend, call.meta)
     if loan is None:
         return None
-    kept = arrivals.keep_outside(
-        incoming.peer.node_id,
-        call.upload,
-        call.meta,
-        loan,
-        name=call.name,
-        quotas=incoming.grant.quotas,
-    )
+    kept = None
+    with contextlib.suppress(QuotaExceeded):
+        kept = arrivals.keep_outside(
+            incoming.peer.node_id,
+            call.upload,
+            call.meta,
+            loan,
+            name=call.name,
+            quotas=incoming.grant.quotas,
+        )
     return None if kept is None else kept.encode()
 
 

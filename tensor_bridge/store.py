@@ -50,6 +50,11 @@ class Outside(Protocol):
     """A tensor in memory that its owner can still write to."""
 
     @property
+    def nbytes(self) -> int:
+        """How much memory is held for it."""
+        ...
+
+    @property
     def raw(self) -> torch.Tensor:
         """The tensor as it lies there, each byte of which is to be read once, and not believed."""
         ...

@@ -10,9 +10,11 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
 from hypothesis import is_hypothesis_test
 
-from tests import cancelling, profiles, turns
+from tests import cancelling, placements, profiles, turns
+from transport.process import sharing, spawn
 
 profiles.register()
 
@@ -31,11 +33,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests marked slow as well, and cancel each await in each way",
     )
+    parser.addoption(
+        "--placement",
+        choices=("loop", "process"),
+        default="loop",
+        help="where the packets of nodes are moved whose test does not say it",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         cancelling.look_everywhere()
+    placements.choose(config.getoption("--placement"))
+    spawn.NICE = 0  # it is the tests that wait for it, while others compute
+
+
+def pytest_unconfigure() -> None:
+    placements.forget()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,6 +84,24 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def endpoint_process() -> Iterator[str]:
+    """Where nodes share an endpoint process: half a second of a processor for each adds up."""
+    path = placements.shared_at()
+    with sharing.listening(path) as listener, start_blocking_portal() as portal:
+        serving = portal.start_task_soon(sharing.share, listener)
+        yield str(path)
+        serving.cancel()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _placed(request: pytest.FixtureRequest) -> None:
+    """Have an endpoint process where the run's nodes are to be in one."""
+    if request.config.getoption("--placement") == "process":
+        sharing.JOIN_SECONDS = 30.0
+        request.getfixturevalue("endpoint_process")
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,20 @@ class _Service:
     scope: str
     is_call: bool
     prompt: PromptHandler | None = None
+
+    async def handle(self, request: Incoming) -> CborValue:
+        """Return the handler's answer.
+
+        Raises:
+            RuntimeError: it raised what would end the event loop of a thread, in which nobody has
+                pressed Ctrl+C, and which no program ends with.
+        """
+        try:
+            return await self.handler(request)
+        except (KeyboardInterrupt, SystemExit) as error:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            raise RuntimeError(f"the handler raised {type(error).__name__}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,7 +240,7 @@ class ServiceTable:
                         return None
                     service, request = await self._authorize(connection, name, value, None)
                     self._running[key] = _Running(connection, service.scope, scope, None)
-                    return _reply_to(request, await service.handler(request))[LENGTH.size :]
+                    return _reply_to(request, await service.handle(request))[LENGTH.size :]
                 finally:
                     self._running.pop(key, None)
             raise AccessDenied(f"call of {name!r}", why="its scope is not granted any more")
@@ -262,7 +277,7 @@ class ServiceTable:
             if service.is_call:
                 await self._answer(service, request, scope)
             else:
-                await service.handler(request)
+                await service.handle(request)
                 if not stream.is_closed:
                     await stream.send_eof()
                     await stream.aclose()
@@ -334,7 +349,7 @@ class ServiceTable:
         """Answer a call; `scope` ends the task, should the caller give up."""
         stream = request.stream
         stream.on_abandoned(scope.cancel)
-        value = await service.handler(request)
+        value = await service.handle(request)
         stream.on_abandoned(None)
         await stream.write_answer(_reply_to(request, value))
 

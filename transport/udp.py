@@ -31,7 +31,7 @@ MAX_DATAGRAM = 65535
 """No UDP payload is larger, nor a batch that the kernel has put together."""
 
 GATHERED = 917504
-GATHERED_DATAGRAMS = 45
+GATHERED_DATAGRAMS = 88
 """With so many bytes, or datagrams, no more are received for the same batch: what is done with it
 takes half a millisecond."""
 

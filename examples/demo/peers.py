@@ -26,7 +26,7 @@ class PeerProcess:
     def run(self, *words: str) -> str:
         """Run one ``mesh`` command in this peer's home; return what it printed."""
         done = subprocess.run(
-            [*self._command(), *words], capture_output=True, text=True, timeout=60, check=False
+            [*self._command(), *words], capture_output=True, text=True, timeout=90, check=False
         )
         if done.returncode:
             raise SystemExit(f"mesh {' '.join(words)}: {done.stderr or done.stdout}")

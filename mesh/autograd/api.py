@@ -14,7 +14,7 @@ from mesh.rpc.links import current_context
 
 if TYPE_CHECKING:
     from mesh.rpc.agent import Agent
-    from mesh.rpc.reference import RRef
+    from mesh.rpc.refs.reference import RRef
 
 __all__ = ["backward", "context", "get_gradients"]
 

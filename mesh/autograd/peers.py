@@ -13,7 +13,7 @@ from auth import MeshError, NodeId
 from mesh.autograd.contexts import Contexts
 from mesh.autograd.errors import BackwardError
 from mesh.autograd.wire import Failure
-from mesh.rpc.exceptions import decode_exception, encode_exception
+from mesh.rpc.encoding.exceptions import decode_exception, encode_exception
 from mesh.rpc.workers import contained, may_block
 from transport import NOT_NOW, CborValue, DeadlineExceeded, NotNow
 

@@ -23,7 +23,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Variable
+import torch.autograd.graph
 
 from auth import NodeId
 from mesh.autograd.leaves import Leaves
@@ -137,7 +137,8 @@ class Run:
                 root = Root.apply(self, self._gates(), *losses)  # type: ignore[no-untyped-call]
             leaves.divert(self.marking.leaves, self._is_mine, self.has, seconds)
             if root.requires_grad:
-                Variable._execution_engine.run_backward(
+                # Torch's own way to its engine, which devices of peers change for theirs.
+                torch.autograd.graph._engine_run_backward(
                     (root,),
                     (torch.ones((), device="cpu"),),
                     retain_graph,

@@ -35,7 +35,7 @@ def add_to(app: typer.Typer) -> None:
 
 def bench(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="Petname, node id or ticket.")],
+    target: Annotated[str, typer.Argument(metavar="PEER", help="Petname, node id or ticket.")],
     sizes: Annotated[
         str, typer.Option(metavar="SIZE,...", help="Sizes of tensors to move, as in 64K,1M,2G.")
     ] = DEFAULT_SIZES,
@@ -53,10 +53,11 @@ def bench(
     ] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="A line of JSON for each figure.")] = False,
 ) -> None:
-    """Measure how fast bytes and small messages go to a peer and come back.
+    """Measure throughput and round trips to a peer.
 
-    The command is a program of this machine's own: it needs no daemon here, and at the peer what
-    any program needs that puts tensors there and reads them.
+    Tensors go there and come back, and so do small messages. The command is a program of this
+    machine's own: it needs no daemon here, and at the peer what any program needs that puts tensors
+    there and reads them.
     """
     numbers = [size_in_bytes(text) for text in sizes.split(",")]
     from mesh.bench import Plan  # and with it what knows of tensors

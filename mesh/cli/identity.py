@@ -80,7 +80,7 @@ def show(context: typer.Context, json: JsonOption = False) -> None:
 def allow(
     context: typer.Context,
     node: Annotated[str, typer.Argument(metavar="ID", help="The whole node id (`mesh id`).")],
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A petname.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A petname.")] = None,
     scopes: Annotated[str, typer.Option(help="What it may do, separated by commas.")] = ",".join(
         DEFAULT_SCOPES
     ),
@@ -210,6 +210,7 @@ def _known_or_whole(text: str, names: Mapping[NodeId, str | None]) -> NodeId:
             return NodeId.parse(text)  # which says what is wrong with it
         raise IdentityError(
             f"node {text!r}",
-            why=f"{error.why}; `mesh deny` forgets a node",
-            fix="Give its whole id: `mesh id` on that machine prints it.",
+            why=error.why,
+            fix="Give its whole id: `mesh id` on that machine prints it. After `mesh deny` nothing "
+            "shorter is known of a node.",
         ) from None

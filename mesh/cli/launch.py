@@ -16,12 +16,16 @@ from mesh.cli.signals import held, wait_for_signal
 from mesh.cli.signals import run as run_to_end
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
     from mesh.launch.job import Job
 
 __all__ = ["add_to"]
 
-# Windows has no SIGHUP.
+# Windows has no SIGHUP, and none of the notices.
 _SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP"))
+_NOTICES = tuple(s for s in signal.Signals if s.name in ("SIGUSR1", "SIGUSR2"))
+"""By which schedulers say that the time of a job is nearly over."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -35,9 +39,12 @@ def add_to(app: typer.Typer) -> None:
 
 def run(
     context: typer.Context,
-    program: Annotated[str, typer.Argument(help="Python file, or module with -m.")],
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="Python file, or module with -m.")
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the program.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENT", help="Arguments of the program.", show_default=False),
     ] = None,
     nproc_per_node: Annotated[
         int, typer.Option("--nproc-per-node", min=1, help="Ranks on each machine.")
@@ -78,10 +85,11 @@ def run(
         bool, typer.Option("--module", "-m", help="The program is a module's name.")
     ] = False,
 ) -> None:
-    """Start the ranks of a PyTorch program, which find each other without address or port.
+    """Start the ranks of a PyTorch program on this machine.
 
-    They have torchrun's environment variables and the backend "mesh". Signals go to all of them;
-    when one fails the others are ended, and its exit code is the command's.
+    They find each other without address or port, and have torchrun's environment variables and the
+    backend "mesh". Signals go to all of them; when one fails the others are ended, and its exit
+    code is the command's.
     """
     import anyio
 
@@ -115,8 +123,20 @@ async def _run(job: Job) -> int:
 
     async with helpers() as tasks:
         await tasks.start(wait_for_signal, job.stop, _SIGNALS)
+        if _NOTICES:
+            await tasks.start(_pass_on, job)
         return await job.run()
     raise AssertionError  # helpers swallows nothing
+
+
+async def _pass_on(job: Job, *, task_status: TaskStatus[None]) -> None:
+    """Let ranks have the notices, which end nothing by themselves."""
+    import anyio
+
+    with anyio.open_signal_receiver(*_NOTICES) as received:
+        task_status.started()
+        async for number in received:
+            job.notify(number)
 
 
 def _job_of_scheduler() -> str | None:

@@ -25,7 +25,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 def peers(context: typer.Context, json: JsonOption = False) -> None:
-    """List the machines that are known or let in, whether or not a daemon runs."""
+    """List the machines that are known or let in.
+
+    Needs no daemon; where one runs, it also says how it stands with them.
+    """
     rows = _known(context.obj)
     if json:
         json_out({"peers": rows})
@@ -49,8 +52,10 @@ def peers(context: typer.Context, json: JsonOption = False) -> None:
 
 def ping(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="Petname, node id or ticket.")],
-    count: Annotated[int, typer.Option("-c", "--count", min=1, max=100)] = 3,
+    target: Annotated[str, typer.Argument(metavar="PEER", help="Petname, node id or ticket.")],
+    count: Annotated[
+        int, typer.Option("-c", "--count", min=1, max=100, help="How many round trips.")
+    ] = 3,
     timeout: Annotated[
         float, typer.Option(min=0.001, max=60.0, help="Seconds for the dial and for each answer.")
     ] = 3.0,
@@ -75,14 +80,19 @@ def ping(
 
 def join(
     context: typer.Context,
-    ticket: Annotated[str, typer.Argument(help="What `mesh up` or `mesh invite` printed there.")],
+    ticket: Annotated[
+        str, typer.Argument(metavar="TICKET", help="What `mesh up` or `mesh invite` printed there.")
+    ],
     name: Annotated[
         str | None,
         typer.Option("--name", help="What to call that machine; default: its host name."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Enrol with another machine: it lets this one in, and this one lets it in."""
+    """Enrol with another machine: each lets the other in.
+
+    Joining twice does no harm. Undo it with `mesh deny`, on both.
+    """
     home: Home = context.obj
     runs = home.running() is not None
     answer = run(enrol, home, Ticket.decode(ticket), name)

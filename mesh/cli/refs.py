@@ -20,7 +20,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def refs(context: typer.Context, json: JsonOption = False) -> None:
-    """List remote references: at this machine's programs, and those that they hold elsewhere.
+    """List the remote references that are alive here.
+
+    They are those at this machine's programs, and those that its programs hold elsewhere.
 
     The daemon asks every peer that is connected with it, as programs of this machine are which
     have called `mesh.rpc.init_rpc`. Another machine tells of references held by this one's alone.

@@ -89,11 +89,15 @@ def up(
     parse_bind(bind).address()  # said before PyTorch is loaded, too
     config = EndpointConfig(bind=bind, advertise=tuple(advertise or ()), linger=running.LINGER)
     start = running.in_background if detach else running.in_foreground
-    raise typer.Exit(start(context.obj, config, shared_memory, tuple(device or ())))
+    offered = tuple(device or ())
+    raise typer.Exit(start(context.obj, config, shared_memory=shared_memory, devices=offered))
 
 
 def down(context: typer.Context) -> None:
-    """Stop this machine's daemon: its peers are told, and it is gone when this returns."""
+    """Stop this machine's peer daemon.
+
+    Its peers are told, and it is gone when this returns.
+    """
     home: Home = context.obj
     if home.running() is None:
         print(f"no daemon runs in {home.path}")
@@ -103,7 +107,10 @@ def down(context: typer.Context) -> None:
 
 
 def status(context: typer.Context, json: JsonOption = False) -> None:
-    """Show the daemon, and every peer: how far it got with it, path, round trip, bytes."""
+    """Show the daemon and how it stands with every peer.
+
+    The state of a peer is the last step that worked, the reason is why the next one did not.
+    """
     answer = run(ask, context.obj, "node.status", None)
     if json:
         json_out(answer)

@@ -36,8 +36,9 @@ __all__ = ["LINGER", "in_background", "in_foreground"]
 LINGER = 1.0
 """Seconds to deliver what was accepted when the daemon leaves: it is gone within 3, all told."""
 
-START_SECONDS = 30.0
-"""How long a daemon in the background may take to start; most of it is PyTorch."""
+START_SECONDS = 60.0
+"""How long a daemon in the background may take to start. Most of it is PyTorch, which takes half a
+minute on a busy machine that reads it from the disk for the first time."""
 
 _START_POLL = 0.05
 
@@ -46,7 +47,7 @@ _SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "S
 
 
 def in_foreground(
-    home: Home, config: EndpointConfig, shared_memory: bool, devices: Sequence[str] = ()
+    home: Home, config: EndpointConfig, *, shared_memory: bool, devices: Sequence[str]
 ) -> int:
     """Run the daemon until a signal or ``mesh down``; return the exit code."""
     with held():
@@ -57,7 +58,7 @@ def in_foreground(
 
 
 def in_background(
-    home: Home, config: EndpointConfig, shared_memory: bool, devices: Sequence[str] = ()
+    home: Home, config: EndpointConfig, *, shared_memory: bool, devices: Sequence[str]
 ) -> int:
     """Start the daemon as a process of its own and return once it can be reached."""
     home.create()
@@ -84,9 +85,10 @@ def in_background(
                 running = _wait_for_start(home, process)
         except BaseException:
             process.terminate()
+            _show_log(home, offset)
             raise
     if running is None:
-        sys.stderr.write(home.log_path.read_bytes()[offset:].decode(errors="replace"))
+        _show_log(home, offset)
         return process.returncode or 1
     _print_banner(home, running)
     print(f"\nProcess {running.pid} runs in the background and writes to {home.log_path}.")
@@ -102,10 +104,18 @@ def _wait_for_start(home: Home, process: subprocess.Popen[bytes]) -> RunFile | N
             return None
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                "starting the daemon", after=START_SECONDS, fix=f"Its log: {home.log_path}"
+                "start of the daemon",
+                after=START_SECONDS,
+                why="it can't be reached yet",
+                fix=f"See what it says: mesh up, without --detach. Its log is {home.log_path}",
             )
         time.sleep(_START_POLL)
     return running
+
+
+def _show_log(home: Home, offset: int) -> None:
+    """Pass on what the daemon has said since its log was `offset` bytes long."""
+    sys.stderr.write(home.log_path.read_bytes()[offset:].decode(errors="replace"))
 
 
 async def _serve(daemon: Daemon) -> int:

@@ -19,6 +19,7 @@ from mesh.collective.errors import (
 )
 from mesh.collective.exchange import COLLECTIVE, Exchange, Header, Signature, Transfer
 from mesh.collective.layout import (
+    apart,
     blank,
     check_distinct,
     check_readable,
@@ -58,6 +59,7 @@ __all__ = [
     "Transfer",
     "expect",
     # tensors
+    "apart",
     "blank",
     "check_distinct",
     "check_readable",

@@ -15,6 +15,7 @@ from mesh.collective import staging
 from mesh.collective.errors import UnsupportedCollective
 
 __all__ = [
+    "apart",
     "blank",
     "check_distinct",
     "check_readable",
@@ -55,18 +56,14 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
     """Raise unless results can be written to the tensor.
 
     Raises:
-        UnsupportedCollective: as `check_readable`; or elements share memory, as after ``expand``.
+        UnsupportedCollective: as `check_readable`; or elements share memory, as after ``expand``
+            and ``unfold``.
     """
     check_readable(tensor, name)
-    if tensor.is_contiguous():
-        return
-    shared = (
-        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    if tensor.numel() and any(shared):
+    if not tensor.is_contiguous() and tensor.numel() and _has_shared_places(tensor):
         raise UnsupportedCollective(
             f"{name} into a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}",
-            why="several of its elements share one place in memory, as after expand()",
+            why="several of its elements share one place in memory, as after expand() or unfold()",
             fix="Pass a clone().",
         )
 
@@ -137,6 +134,33 @@ def scatter_back(elements: torch.Tensor, tensor: torch.Tensor) -> None:
         _increment_version((tensor,))
 
 
+def apart(
+    sent: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], *, own: int, place: int
+) -> list[torch.Tensor]:
+    """Return `sent`, with copies of those that results would overwrite before they are sent.
+
+    Args:
+        sent: as of `gathered`.
+        outs: where results go, as of `blank`.
+        own: which of `sent` this rank has for itself, and
+        place: which of `outs` it goes to: those two may be the same memory.
+    """
+    spans = [(*_reach(out), at) for at, out in enumerate(outs) if out.numel()]
+    low = min((start for start, _, _ in spans), default=0)
+    high = max((end for _, end, _ in spans), default=0)
+
+    def is_apart(at: int) -> bool:
+        start, end = _reach(sent[at])
+        if end <= low or high <= start:
+            return True
+        return all(
+            end <= first or last <= start or (at == own and to == place and first == start)
+            for first, last, to in spans
+        )
+
+    return [each if is_apart(at) else _copied(each) for at, each in enumerate(sent)]
+
+
 def raw(elements: torch.Tensor) -> memoryview:
     """Return the bytes of what `gathered` returned. The view keeps the memory alive."""
     nbytes = elements.numel() * elements.dtype.itemsize
@@ -147,8 +171,20 @@ def raw(elements: torch.Tensor) -> memoryview:
     return memoryview(span).cast("B")
 
 
+def _copied(elements: torch.Tensor) -> torch.Tensor:
+    copied = torch.empty_like(elements)
+    raw(copied)[:] = raw(elements)  # not every type has kernels of its own
+    return copied
+
+
 def _on(name: str, tensor: torch.Tensor) -> str:
     return f"{name} on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+
+
+def _reach(elements: torch.Tensor) -> tuple[int, int]:
+    """Return the same as `_span` of what is contiguous."""
+    start = elements.data_ptr()
+    return start, start + elements.nbytes
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -156,6 +192,22 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.dtype.itemsize
+
+
+def _has_shared_places(tensor: torch.Tensor) -> bool:
+    """Return whether two elements of a tensor that has some lie in one place."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                break
+            reach += (size - 1) * step
+    else:
+        return False  # each dimension steps over all of the smaller ones
+    start, end = _span(tensor)
+    marks = torch.zeros((end - start) // tensor.dtype.itemsize, dtype=torch.bool)
+    _places(marks, tensor, int(tensor.storage_offset())).fill_(True)
+    return int(marks.sum()) < tensor.numel()
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -46,7 +46,7 @@ FORMER_SECONDS = 1.0
 
 _LOCK_POLL = 0.02
 
-_log = logging.getLogger("quicmesh.mesh")
+_log = logging.getLogger("quicmesh.node")
 
 
 class Daemon:

@@ -31,6 +31,7 @@ from mesh.collective import (
 )
 from mesh.collective.exchange import Check
 from mesh.distributed import streams
+from mesh.distributed.coalescing import Collections
 from mesh.distributed.flight import Flight, FlightRecorder
 from mesh.distributed.spans import Span
 from mesh.distributed.steps import Step
@@ -69,8 +70,7 @@ class Engine:
         self._ops = OpThread(f"mesh-ops-{exchange.group}")
         self._completer = Completer(f"mesh-done-{exchange.group}")
         self._recent: deque[MeshWork] = deque(maxlen=RECENT_WORKS)
-        self._collected: dict[int, list[MeshWork]] = {}
-        """By thread, what is started while it coalesces."""
+        self._collections = Collections()
         self.flights = FlightRecorder(exchange.group, exchange.rank, exchange.size)
         self._closed = False
         self._forked = False
@@ -114,7 +114,7 @@ class Engine:
             first = self.sequence
             self.sequence = first + len(steps)
             flights = self.flights.issue(first, steps, now)
-            is_here = here and not self._collected and self._ops.claim()
+            is_here = here and self._collections.current() is None and self._ops.claim()
             if not is_here:
                 work = self._work(f"{name} #{first}", result, deadline, turns)
                 self._ops.submit(lambda: self._run(work, steps, flights))
@@ -199,11 +199,11 @@ class Engine:
 
     def start_coalescing(self) -> None:
         """Collect the works that this thread starts from now on."""
-        self._collected[threading.get_ident()] = []
+        self._collections.begin()
 
     def end_coalescing(self) -> MeshWork:
         """Return one work for all that were collected: over when they are, failed if one is."""
-        works = self._collected.pop(threading.get_ident(), [])
+        works = self._collections.end()
         deadline = max((work.deadline for work in works), default=time.monotonic())
         turns = tuple(turn for work in works for turn in work.turns)
         results = [work.result() for work in works]
@@ -307,7 +307,7 @@ class Engine:
         self, what: str, result: Any, deadline: float, turns: Sequence[Turn] = ()
     ) -> MeshWork:
         work = MeshWork(what, result, deadline, turns)
-        collected = self._collected.get(threading.get_ident())
+        collected = self._collections.current()
         if collected is not None:
             collected.append(work)
         if _held_bytes(result) <= RECENT_BYTES:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -146,11 +147,11 @@ class _Meeting:
 
     def members(self, size: int) -> list[PeerAddress]:
         """Return who each rank is and where, once all have told."""
-        return [self._member(rank) for rank in range(size)]
+        return [self._member(rank, size) for rank in range(size)]
 
-    def _member(self, rank: int) -> PeerAddress:
+    def _member(self, rank: int, size: int) -> PeerAddress:
         try:
-            value = cbor.decode(self._get(f"rank/{rank}", rank), max_size=RECORD_BYTES)
+            value = cbor.decode(self._get(f"rank/{rank}", rank, size), max_size=RECORD_BYTES)
             match value:
                 case {"node": str(node), "addresses": [*texts]} if len(texts) <= MAX_ADDRESSES:
                     addresses = tuple(parse_address(str(text)) for text in texts)
@@ -162,20 +163,32 @@ class _Meeting:
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # bytes will do
 
-    def _get(self, key: str, rank: int) -> bytes:
+    def _get(self, key: str, rank: int, size: int = 0) -> bytes:
         key = self._prefix + key
         began = time.monotonic()
         try:
             self._store.wait([key], timedelta(seconds=max(self.left(), 0.001)))
         except RuntimeError as error:
+            others = [each for each in range(rank + 1, size) if self._is_absent(each)]
+            absent = (rank, *others)
+            have, of = ("have", "them") if others else ("has", "it")
+            came = [each for each in range(size) if each not in absent and each != self._rank]
             raise CollectiveTimeout(
                 f"forming of group '{self._group}' on rank {self._rank}",
-                ranks=(rank,),
+                ranks=absent,
                 after=time.monotonic() - began,
-                why=f"rank {rank} has not come: the store has no entry of it ({error})",
+                why=f"{_ranks(absent)} {have} not come: the store has no entry of {of} ({error}). "
+                f"Beside rank {self._rank} {_ranks(came) if came else 'nobody'} came",
                 fix="Is it running, with the same init_method and world size?",
             ) from error
         return self._store.get(key)
+
+    def _is_absent(self, rank: int) -> bool:
+        """Return whether the store has no entry of a rank, as far as the store can tell."""
+        try:
+            return not self._store.check([f"{self._prefix}rank/{rank}"])
+        except RuntimeError:
+            return False
 
     def _wrong(self, rank: int, why: str) -> CollectiveError:
         return CollectiveError(
@@ -183,6 +196,10 @@ class _Meeting:
             ranks=(rank,),
             why=f"the store's entry of rank {rank} can't be used: {why}",
         )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class _Reception:

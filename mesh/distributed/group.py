@@ -231,7 +231,7 @@ class ProcessGroupMesh(_ProcessGroup):
         timeout: timedelta | None = None,
     ) -> MeshWork:
         """Send parts of `tensor` to all ranks, and join what comes from them in `out`."""
-        todo = [steps.all_to_all_single(out, tensor, out_splits, in_splits, self._size)]
+        todo = [steps.all_to_all_single(out, tensor, out_splits, in_splits, self._rank, self._size)]
         return self._run("all_to_all_single", [out], todo, opts, timeout)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> MeshWork:

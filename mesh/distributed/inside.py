@@ -34,6 +34,7 @@ from mesh.collective import (
     scatter_back,
 )
 from mesh.collective.host import Board
+from mesh.collective.reduction import accumulator, average
 
 __all__ = ["Inside", "backends_inside"]
 
@@ -78,6 +79,8 @@ class Inside:
 
     def can_reduce(self, tensor: torch.Tensor, op: Reduction) -> bool:
         """Return whether the other backend knows the reduction, for elements of that type."""
+        if op is Reduction.AVG and not tensor.is_floating_point():
+            return False  # it would sum small integers in their own type, which is too small
         return op in _OPERATIONS and self.can_move(tensor)
 
     def can_move(self, tensor: torch.Tensor) -> bool:
@@ -87,26 +90,22 @@ class Inside:
     def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: Reduction) -> None:
         """Replace `tensor` by its reduction over all ranks of the group."""
         host.barrier(self._board, operation)
-        dense = tensor.detach().contiguous()
+        dense = _dense(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPERATIONS[op])
         self._do(operation, lambda: self._backend.allreduce([dense], options))
         if len(self._leaders) > 1:
-            partial = Reduction.SUM if op is Reduction.AVG else op
             if operation.rank in self._leaders:
-                elements = gathered(dense)
-                collective.all_reduce(operation.among(self._leaders), elements, partial)
-                scatter_back(elements, dense)
+                self._all_reduce_between(operation, dense, op)
             self._hand_on(operation, dense, 0)
-        if op is Reduction.AVG:
-            exact = dense.is_floating_point()
-            dense.div_(operation.size, rounding_mode=None if exact else "trunc")
+        elif op is Reduction.AVG:
+            average(dense, operation.size)
         _keep(dense, tensor)
 
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> None:
         """Replace `tensor` by that of rank `root` of the group."""
         host.barrier(self._board, operation)
-        dense = tensor.detach().contiguous()
+        dense = _dense(tensor)
         first = self._leader_of[root]
         is_here = self._leader_of[operation.rank] == first
         if is_here:
@@ -136,6 +135,16 @@ class Inside:
             except (AttributeError, RuntimeError):
                 continue
             return
+
+    def _all_reduce_between(self, operation: Operation, dense: torch.Tensor, op: Reduction) -> None:
+        """Reduce what each host has come to, as `mesh.collective.levels` does where it is alone."""
+        elements = gathered(dense)
+        total = elements.to(accumulator(dense.dtype, op))
+        partial = Reduction.SUM if op is Reduction.AVG else op
+        collective.all_reduce(operation.among(self._leaders), total, partial)
+        if op is Reduction.AVG:
+            average(total, operation.size)
+        scatter_back(total.to(dense.dtype), dense)
 
     def _hand_on(self, operation: Operation, tensor: torch.Tensor, place: int) -> None:
         options = dist.BroadcastOptions()
@@ -211,6 +220,11 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 _MAKERS: dict[str, Callable[[Store, int, int, timedelta], Any]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in row order, as numbers: a contiguous tensor may owe them a sign."""
+    return tensor.detach().contiguous().resolve_neg()
 
 
 def _keep(dense: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from mesh.collective import (
     Reduction,
     Signature,
     UnsupportedCollective,
+    apart,
     blank,
     check_distinct,
     check_readable,
@@ -151,7 +152,8 @@ def all_gather(outs: Tensors, tensor: torch.Tensor, rank: int, size: int) -> Ste
 
     def run(operation: Operation) -> None:
         buffers = [blank(out) for out in outs]
-        collective.all_gather(operation, buffers, gathered(tensor))
+        (own,) = apart([gathered(tensor)], buffers, own=0, place=rank)
+        collective.all_gather(operation, buffers, own)
         _scatter_all(buffers, outs)
 
     return Step(_varied("all_gather", tensor.dtype), run, _device(tensor))
@@ -171,7 +173,8 @@ def all_gather_single(out: torch.Tensor, tensor: torch.Tensor, size: int) -> Ste
     def run(operation: Operation) -> None:
         elements = blank(out)
         buffers = list(elements.view(size, tensor.numel()).unbind(0))
-        collective.all_gather(operation, buffers, gathered(tensor))
+        (own,) = apart([gathered(tensor)], buffers, own=0, place=operation.rank)
+        collective.all_gather(operation, buffers, own)
         scatter_back(elements, out)
 
     return Step(_equal("all_gather_single", tensor), run, _device(tensor))
@@ -192,7 +195,8 @@ def gather(outs: Tensors | None, tensor: torch.Tensor, root: int, rank: int, siz
             collective.gather(operation, None, gathered(tensor), root)
             return
         buffers = [blank(out) for out in outs]
-        collective.gather(operation, buffers, gathered(tensor), root)
+        (own,) = apart([gathered(tensor)], buffers, own=0, place=root)
+        collective.gather(operation, buffers, own, root)
         _scatter_all(buffers, outs)
 
     return Step(_varied("gather", tensor.dtype, f"root {root}"), run, _device(tensor))
@@ -210,7 +214,9 @@ def scatter(out: torch.Tensor, chunks: Tensors | None, root: int, rank: int, siz
 
     def run(operation: Operation) -> None:
         elements = blank(out)
-        sent = [gathered(chunk) for chunk in chunks] if rank == root and chunks else None
+        sent = None
+        if rank == root and chunks:
+            sent = apart([gathered(chunk) for chunk in chunks], [elements], own=root, place=0)
         collective.scatter(operation, elements, sent, root)
         scatter_back(elements, out)
 
@@ -226,7 +232,8 @@ def reduce_scatter(out: torch.Tensor, chunks: Tensors, op: Reduction, rank: int,
 
     def run(operation: Operation) -> None:
         elements = blank(out)
-        collective.reduce_scatter(operation, elements, [gathered(chunk) for chunk in chunks], op)
+        parts = apart([gathered(chunk) for chunk in chunks], [elements], own=rank, place=0)
+        collective.reduce_scatter(operation, elements, parts, op)
         scatter_back(elements, out)
 
     return Step(_varied("reduce_scatter", out.dtype, str(op)), run, _device(out))
@@ -249,7 +256,8 @@ def reduce_scatter_single(
     def run(operation: Operation) -> None:
         elements = blank(out)
         chunks = gathered(tensor).view(size, out.numel()).unbind(0)
-        collective.reduce_scatter(operation, elements, chunks, op)
+        parts = apart(chunks, [elements], own=operation.rank, place=0)
+        collective.reduce_scatter(operation, elements, parts, op)
         scatter_back(elements, out)
 
     return Step(_equal("reduce_scatter_single", out, str(op)), run, _device(out))
@@ -264,7 +272,8 @@ def all_to_all(outs: Tensors, chunks: Tensors, rank: int, size: int) -> Step:
 
     def run(operation: Operation) -> None:
         buffers = [blank(out) for out in outs]
-        collective.all_to_all(operation, buffers, [gathered(chunk) for chunk in chunks])
+        sent = apart([gathered(chunk) for chunk in chunks], buffers, own=rank, place=rank)
+        collective.all_to_all(operation, buffers, sent)
         _scatter_all(buffers, outs)
 
     return Step(_varied("all_to_all", outs[0].dtype), run, _device(outs[0]))
@@ -275,6 +284,7 @@ def all_to_all_single(
     tensor: torch.Tensor,
     out_splits: Sequence[int],
     in_splits: Sequence[int],
+    rank: int,
     size: int,
 ) -> Step:
     """Split `tensor` along its first dimension, send part ``r`` to rank ``r``, and join what comes.
@@ -284,6 +294,7 @@ def all_to_all_single(
         tensor: what is split.
         out_splits: lengths of the parts that come; empty for equal ones.
         in_splits: lengths of the parts that go; empty for equal ones.
+        rank: this rank, which hands its own part to itself.
         size: number of ranks.
     """
     check_writable(out, "all_to_all_single")
@@ -291,11 +302,18 @@ def all_to_all_single(
     _same_kind("all_to_all_single", (out, tensor))
     out_lengths = _lengths("output", out, out_splits, size)
     in_lengths = _lengths("input", tensor, in_splits, size)
+    if in_lengths[rank] != out_lengths[rank]:
+        why = f"part {rank}, which stays here, has {in_lengths[rank]} elements in the input, and "
+        raise UnsupportedCollective(
+            "all_to_all_single", why=f"{why}{out_lengths[rank]} in the output"
+        )
 
     def run(operation: Operation) -> None:
         elements = blank(out)
         buffers = torch.split(elements, out_lengths)
-        collective.all_to_all(operation, buffers, torch.split(gathered(tensor), in_lengths))
+        chunks = torch.split(gathered(tensor), in_lengths)
+        sent = apart(chunks, buffers, own=operation.rank, place=operation.rank)
+        collective.all_to_all(operation, buffers, sent)
         scatter_back(elements, out)
 
     return Step(_varied("all_to_all_single", tensor.dtype), run, _device(tensor))

@@ -15,9 +15,9 @@ import anyio
 import anyio.abc
 
 from auth import MeshError, Ticket
+from mesh.errors import PlaceError
 from mesh.home import Home
 from mesh.launch.output import pump
-from mesh.launch.places import PlaceError
 from mesh.node import Node
 from mesh.store import StoreClient, StoreService
 from transport import EndpointConfig, PeerAddress
@@ -99,7 +99,6 @@ class Job:
         self._say = say
         self._ranks: dict[int, anyio.abc.Process] = {}
         self._code = 0
-        self._stopping: anyio.CancelScope | None = None
         self._end = anyio.Event()
         self._signal = signal.SIGTERM
 
@@ -137,6 +136,13 @@ class Job:
     def stop(self, number: int) -> None:
         """End all ranks with the signal `number`, which is what `run` returns then, plus 128."""
         self._fail(128 + number, signal.Signals(number))
+
+    def notify(self, number: int) -> None:
+        """Send all ranks that run a signal which is theirs to act on."""
+        for process in self._ranks.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.Signals(number))
 
     async def _place(self, node: Node) -> tuple[StoreClient, str, int]:
         plan = self._plan
@@ -210,7 +216,7 @@ class Job:
         code = await process.wait()
         _kill(process)  # what it has left of its own children
         if code and not self._code:
-            how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+            how = f"exit code {code}" if code > 0 else f"signal {_name(-code)}"
             self._say(f"rank {rank} ended with {how}; ending the others")
             self._fail(code if code > 0 else 128 - code, signal.SIGTERM)
 
@@ -222,16 +228,19 @@ class Job:
     async def _end_all(self) -> None:
         """Once there is a reason, tell all ranks to end, and kill those that don't."""
         await self._end.wait()
-        for process in self._ranks.values():
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(self._signal)
+        self.notify(self._signal)
         await anyio.sleep(GRACE_SECONDS)
         self._kill_all()
 
     def _kill_all(self) -> None:
         for process in self._ranks.values():
             _kill(process)
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(ValueError):  # most of the real-time ones have no name
+        return signal.Signals(number).name
+    return str(number)
 
 
 def _kill(process: anyio.abc.Process) -> None:

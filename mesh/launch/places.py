@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from mesh.errors import NodeError
+from mesh.errors import PlaceError
 
-__all__ = ["PlaceError", "machines", "rank_and_size"]
+__all__ = ["machines", "rank_and_size"]
 
 _RANKS = (
     ("RANK", "WORLD_SIZE"),  # torchrun, `mesh run`
@@ -20,13 +20,6 @@ _MACHINES = (
     ("SLURM_NODEID", "SLURM_NNODES"),
     ("JOB_COMPLETION_INDEX", "PET_NNODES"),
 )
-
-
-class PlaceError(NodeError, ValueError):
-    """Rank or size are not known, or can't be."""
-
-    code = "place"
-    exit_code = 2
 
 
 def rank_and_size(

@@ -3,30 +3,24 @@
 ``mesh.rpc`` has the names and rules of ``torch.distributed.rpc``. What it does not have is pickle:
 a peer can call what a program has exposed and nothing else, and what travels is data.
 
-=================  ===========================================================================
-values, types      what travels, and how it is written
-exposed            what peers may call
-operators          torch's operators, which they may call anyhow
-pickled            what old programs send, where both sides allow it
-exceptions         how what was raised comes back
-targets, heads     what is called, and what messages say that is the same from call to call
-wire, patterns     the messages, and the short way to write and read most of them
-owned, holding     the two sides of a reference: its owner's, and its holder's
-reference, passing `RRef`, and how one travels
-modules            modules elsewhere: what `mesh.nn` is
-carriage           tensors on their way
-placement          which device they are put on
-workers, bridge    threads for functions that block, and the way between them and the loop
-service, prompt    answering calls, and those that are answered at once
-agent, asking      making them, and `quick`, the short way for threads
-streams            what a peer's generator yields, at its reader
-serve_stream       the same at the callee, and `sources`, the generators
-listing            what there is of references, for people
-api, worker        `init_rpc` and what follows it, and what it makes of a program
-roster, ending     who takes part, and how all of them end together
-backends, options  what `init_rpc` can be told
-activity           what is under way
-=================  ===========================================================================
+====================  ==================================================================
+`api`                 `init_rpc` and what follows it: upstream's names, for threads
+`agent`               a node's part in remote calls: it makes them, and answers its peers
+`calling`             the caller's side
+`answering`           the callee's side
+`job`                 a program as a worker of a job of several
+`names`               what a message may name: functions, operators, types
+`encoding`            arguments, results and exceptions as they travel
+`tensors`             the tensors of a message
+`refs`                remote references
+`wire`                the messages themselves
+`modules`             modules at other workers: what `mesh.nn` is
+`functions`           marks on functions: ``async_execution``
+`futures`, `limits`   futures of calls, and the time that one may take
+`workers`, `bridge`   threads for functions that block, and the way between them and the loop
+`activity`            what is under way
+`links`               what a message has to do with distributed autograd
+====================  ==================================================================
 """
 
 from __future__ import annotations
@@ -45,12 +39,7 @@ from mesh.rpc.api import (
     rpc_sync,
     shutdown,
 )
-from mesh.rpc.backends import (
-    BackendType,
-    backend_registered,
-    construct_rpc_backend_options,
-    register_backend,
-)
+from mesh.rpc.calling.streams import RemoteIterator
 from mesh.rpc.errors import (
     NotExposed,
     PickleRefused,
@@ -60,13 +49,18 @@ from mesh.rpc.errors import (
     RpcTimeout,
     Unsendable,
 )
-from mesh.rpc.exposed import Exposures, expose, exposed
-from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
-from mesh.rpc.owned import RefLimits, RefRow
-from mesh.rpc.reference import RRef
-from mesh.rpc.roster import WorkerInfo
-from mesh.rpc.streams import RemoteIterator
-from mesh.rpc.types import TypeTable, register_type
+from mesh.rpc.job.backends import (
+    BackendType,
+    backend_registered,
+    construct_rpc_backend_options,
+    register_backend,
+)
+from mesh.rpc.job.options import MeshRpcBackendOptions, RpcBackendOptions
+from mesh.rpc.job.roster import WorkerInfo
+from mesh.rpc.names.exposed import Exposures, expose, exposed
+from mesh.rpc.names.types import TypeTable, register_type
+from mesh.rpc.refs.owned import RefLimits, RefRow
+from mesh.rpc.refs.reference import RRef
 
 __all__ = [
     # what peers may call, and what travels

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import anyio
@@ -14,23 +14,22 @@ import torch
 
 from auth import AccessDenied, FetchRequest, MeshError, NodeId, PeerIdentity, SocketAddress, decide
 from mesh.rpc.activity import Activity
-from mesh.rpc.asking import Asking
+from mesh.rpc.answering.service import RpcService
+from mesh.rpc.answering.sources import Source
 from mesh.rpc.bridge import Bridge
+from mesh.rpc.calling.asking import Asking
+from mesh.rpc.calling.streams import RemoteIterator
 from mesh.rpc.errors import RefLost
-from mesh.rpc.exposed import Exposures, exposures
-from mesh.rpc.holding import FLUSH_SECONDS, Holdings
 from mesh.rpc.limits import limit
-from mesh.rpc.listing import register_listing
-from mesh.rpc.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
-from mesh.rpc.passing import Outgoing, held
-from mesh.rpc.placement import Placement
-from mesh.rpc.reference import RRef
-from mesh.rpc.service import RpcService
-from mesh.rpc.sources import Source
-from mesh.rpc.streams import RemoteIterator
-from mesh.rpc.targets import Target
-from mesh.rpc.types import TypeTable, registered_types
-from mesh.rpc.values import Packed
+from mesh.rpc.names.exposed import Exposures, exposures
+from mesh.rpc.names.targets import Target
+from mesh.rpc.names.types import TypeTable, registered_types
+from mesh.rpc.refs.holding import FLUSH_SECONDS, Holdings
+from mesh.rpc.refs.listing import register_listing
+from mesh.rpc.refs.owned import Owned, OwnerTable, RefLimits, RefRow, new_id
+from mesh.rpc.refs.passing import held
+from mesh.rpc.refs.reference import RRef
+from mesh.rpc.tensors.placement import Placement
 from mesh.rpc.wire import REFS_SERVICE, Fork, RefNotes, Request
 from mesh.rpc.workers import Workers
 from transport import (
@@ -46,8 +45,6 @@ from transport import (
 if TYPE_CHECKING:
     from mesh.node import Node
 
-_Ready: TypeAlias = tuple[Outgoing, Packed]
-
 __all__ = ["DEFAULT_TIMEOUT", "DEFAULT_WORKERS", "Agent"]
 
 DEFAULT_TIMEOUT = 60.0
@@ -55,9 +52,6 @@ DEFAULT_TIMEOUT = 60.0
 
 DEFAULT_WORKERS = 16
 """Functions that block which run at a time; upstream's default."""
-
-GRACE = 1.0
-"""Seconds that a callee has beyond a call's limit to say itself that the time was up."""
 
 MAX_HINTS = 1024
 """Owners of whom only another peer has said where they are."""
@@ -83,7 +77,8 @@ class Agent:
 
     Attributes:
         timeout: seconds that a call may take unless it is told otherwise; 0 for no limit.
-        pickles: whether it writes pickles where nothing else will do; see `mesh.rpc.pickled`.
+        pickles: whether it writes pickles where nothing else will do; see
+            `mesh.rpc.encoding.pickled`.
         ready: set once it answers.
         abandoned: what gives up streams of items that nobody reads any more.
         lost: how the connection with a peer that is not there any more ended, of the latest ones.
@@ -190,7 +185,7 @@ class Agent:
         Args:
             to: whose function.
             function: one that the peer exposes, itself or by name, or one of torch's operators.
-            args, kwargs: see `mesh.rpc.values` for what travels.
+            args, kwargs: see `mesh.rpc.encoding.values` for what travels.
             timeout: seconds for all of it; 0 for no limit. The peer's loss ends the wait anyway.
 
         Raises:

@@ -21,17 +21,17 @@ import _quicmesh_autoload
 from auth import MeshError, NodeId
 from mesh import blocking
 from mesh.rpc.agent import Agent
-from mesh.rpc.asking import positional
-from mesh.rpc.backends import BackendType, backend_for, register_backend
-from mesh.rpc.ending import end_together
+from mesh.rpc.calling.asking import positional
+from mesh.rpc.calling.quick import call_quickly
 from mesh.rpc.errors import RpcError
 from mesh.rpc.futures import CallFuture
-from mesh.rpc.options import MeshRpcBackendOptions, RpcBackendOptions
-from mesh.rpc.owned import RefRow
-from mesh.rpc.quick import call_quickly
-from mesh.rpc.reference import RRef
-from mesh.rpc.roster import Roster, WorkerInfo
-from mesh.rpc.worker import FIND_SECONDS, Worker
+from mesh.rpc.job.backends import BackendType, backend_for, register_backend
+from mesh.rpc.job.ending import end_together
+from mesh.rpc.job.options import MeshRpcBackendOptions, RpcBackendOptions
+from mesh.rpc.job.roster import Roster, WorkerInfo
+from mesh.rpc.job.worker import FIND_SECONDS, Worker
+from mesh.rpc.refs.owned import RefRow
+from mesh.rpc.refs.reference import RRef
 from mesh.rpc.workers import is_handler
 from transport import NotNow
 

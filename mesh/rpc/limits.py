@@ -17,7 +17,6 @@ __all__ = ["GRACE", "PATIENCE", "STREAMS_BACK", "is_answering", "limit", "timed_
 GRACE = 1.0
 """Seconds that a callee has beyond a call's limit to say itself that the time was up."""
 
-
 PATIENCE = 5.0
 """Seconds that a call which a handler makes waits for a stream while none ends: they may all be of
 calls that wait for each other, and for this one."""
@@ -44,8 +43,8 @@ def limit(seconds: float, what: str, peer: str) -> Iterator[None]:
         raise timed_out(what, peer, seconds)
 
 
-def timed_out(what: str, peer: str, seconds: float) -> RpcTimeout:
-    """Return what to raise about `what` that has taken longer than `seconds`."""
+def timed_out(what: str, peer: str | None, seconds: float) -> RpcTimeout:
+    """Return the error for `what`, at `peer` or here, that took longer than `seconds`."""
     return RpcTimeout(
         what,
         peer=peer,

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 
 from auth import IdentityError, NodeId
-from mesh.rpc.values import MAX_TENSORS
+from mesh.rpc.encoding.values import MAX_TENSORS
 from tensor_bridge.fields import Fields
 from transport import CborValue, ProtocolError
 

@@ -15,12 +15,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from auth import IdentityError, NodeId
-from mesh.rpc.asking import positional
+from mesh.rpc.calling.asking import positional
 from mesh.rpc.errors import NotExposed, RpcError
-from mesh.rpc.exposed import library
 from mesh.rpc.futures import CallFuture
-from mesh.rpc.reference import RRef
-from mesh.rpc.types import registered_types
+from mesh.rpc.names.exposed import library
+from mesh.rpc.names.types import registered_types
+from mesh.rpc.refs.reference import RRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,7 +23,7 @@ import math
 from typing import Self
 
 from auth import IdentityError, NodeId
-from mesh.rpc.heads import (
+from mesh.rpc.encoding.heads import (
     Shapes,
     answer_head,
     read_answer_head,
@@ -31,10 +31,10 @@ from mesh.rpc.heads import (
     read_request_head,
     request_head,
 )
+from mesh.rpc.encoding.pickled import has_pickle
+from mesh.rpc.encoding.values import MAX_TENSORS
 from mesh.rpc.links import Link
-from mesh.rpc.pickled import has_pickle
-from mesh.rpc.targets import ID_BYTES, Target
-from mesh.rpc.values import MAX_TENSORS
+from mesh.rpc.names.targets import ID_BYTES, Target
 from tensor_bridge import TensorMeta
 from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_LANE, MAX_VERSION, lanes_of
@@ -80,7 +80,7 @@ class Beside:
         metas: one for each.
         inline: the bytes of each, None where they travel apart.
         devices: of a request, the reader's device that each is to be put on; of an answer, the
-            writer's that it was on; None for the CPU. See `mesh.rpc.placement`.
+            writer's that it was on; None for the CPU. See `mesh.rpc.tensors.placement`.
     """
 
     metas: tuple[TensorMeta, ...] = ()

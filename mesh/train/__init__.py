@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from mesh.train.checkpoint import load_checkpoint, save_checkpoint
 from mesh.train.ddp import ddp
+from mesh.train.errors import CheckpointError
 from mesh.train.fit import EarlyStop, History, fit
 from mesh.train.sharded import sharded_optimizer
 from mesh.train.strategy import Strategy, single
 
 __all__ = [
+    "CheckpointError",
     "EarlyStop",
     "History",
     "Strategy",

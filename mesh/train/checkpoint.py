@@ -20,22 +20,17 @@ from typing import Any
 import torch
 
 from auth import MeshError
+from mesh.train.errors import CheckpointError
 from tensor_bridge import dtype_name, dtype_of, tensor_bytes
 from transport import CborValue, cbor
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
 _MAGIC = b"quicmesh checkpoint 1\n"
 _LENGTH = struct.Struct("<Q")
 
 MAX_TREE = 1 << 28
 """Bytes of the CBOR: some hundred for each tensor."""
-
-
-class CheckpointError(MeshError, ValueError):
-    """A checkpoint can't be written or read."""
-
-    code = "checkpoint"
 
 
 def save_checkpoint(path: Path | str, state: dict[str, Any]) -> None:

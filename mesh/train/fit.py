@@ -101,13 +101,13 @@ def fit(
         clip: largest norm of the gradients.
         directory: for checkpoints, metrics and a plot. If it has a checkpoint, training goes on
             from there, to the same losses as if it had not been interrupted, if the order of the
-            batches hangs on torch's own random numbers alone.
+            batches depends on torch's own random numbers alone.
         checkpoint_steps: write a checkpoint after so many steps, too, and not only after epochs.
         early_stop: when to end before that.
         on_lost: what to do when a device is lost: raise, naming it, or go on with those that are
-            left, from the last completed step. Of that step, running statistics of normalization
-            and random numbers may have been drawn twice. A strategy whose devices don't each have
-            all that training needs goes back to the last checkpoint.
+            left, from the last completed step. In the step that is done again, random numbers may
+            be drawn, and running statistics updated, twice. A strategy whose devices don't each
+            have all that training needs goes back to the last checkpoint.
         progress: show a progress bar.
 
     Raises:

@@ -31,11 +31,7 @@ def sharded_optimizer(
     parameter without a gradient is updated as with one of zeros.
 
     Args:
-        devices: as for `mesh.DistributedContext`; the first is the main one.
-        timeout: seconds for one exchange.
-        repeats: whether a step that is as it was before may be done again by the peers alone: the
-            loss and the model are not called then, so that nothing which they do beside computing,
-            such as printing or looking at the time, is done either. See docs/train.md.
+        devices, timeout, repeats: as for `ddp`.
     """
     return _Sharded(devices, timeout, repeats=repeats)
 

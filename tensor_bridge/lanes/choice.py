@@ -246,7 +246,7 @@ class Lanes:
         block = await _written(link, payload, moved)
         if block is None:
             return None
-        lend = link.blocks.lend(block)
+        lend = link.blocks.lend(block, payload.nbytes)
         try:
             kept = await ask(block.number, lend)
         except BaseException:
@@ -284,7 +284,7 @@ class Lanes:
             for number, payload in payloads.items():
                 block = await _written(link, payload, _ignore)
                 if block is not None:
-                    lent[number] = block.number, link.blocks.lend(block)
+                    lent[number] = block.number, link.blocks.lend(block, payload.nbytes)
             yield lent
         except BaseException:
             for _, lend in lent.values():
@@ -312,20 +312,14 @@ class Lanes:
             return False
         lend = await ask()
         block = None if lend is None else link.blocks.lent(lend)
-        if block is None or block.nbytes != nbytes:
+        if block is None or block.length != nbytes:
             return False
         block.readers += 1
         try:
-            await copy_in_turns(place.room, block.view, place.advance)
+            await copy_in_turns(place.room, block.view[:nbytes], place.advance)
         finally:
             block.readers -= 1
         return True
-
-    def expect(self, connection: Connection, nbytes: int) -> None:
-        """Take note that the peer has no more use for a tensor of ours: the next may be as long."""
-        link = self._link(connection)
-        if link is not None:
-            link.blocks.expect(nbytes)
 
     def borrow(
         self, connection: Connection, block: int, lend: int, meta: TensorMeta
@@ -403,14 +397,14 @@ async def _written(link: Link, payload: Payload, moved: Callable[[int], object])
     block = link.blocks.take(payload.nbytes)
     if block is None:
         return None
+    room = block.view[: payload.nbytes]
     try:
         whole = payload.whole()
         if whole is None:
-            await _gather(block.view, payload, moved)
+            await _gather(room, payload, moved)
         else:
-            await copy_in_turns(
-                block.view, whole, moved, is_intact=payload.is_intact, is_fresh=block.is_fresh
-            )
+            fresh = block.nbytes if block.is_fresh else 0
+            await copy_in_turns(room, whole, moved, is_intact=payload.is_intact, fresh=fresh)
         link.check()
     except BaseException:
         link.blocks.drop(block)

@@ -201,7 +201,7 @@ async def test_before_the_hello_is_answered_there_are_a_few_kilobytes() -> None:
             assert client.ended.error_code == 0x3, "FLOW_CONTROL_ERROR"
 
 
-async def test_an_unauthorised_peer_learns_code_and_reason_and_nothing_else() -> None:
+async def test_an_unauthorized_peer_learns_code_and_reason_and_nothing_else() -> None:
     watched = Watched(Denial("not-invited", "ask for an invite"))
     async with endpoint(watched.policy) as node, endpoint() as dialer:
         node.register_call("secret-service", watched.call, scope="x")

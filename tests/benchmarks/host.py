@@ -26,6 +26,8 @@ MIB = 1 << 20
 NBYTES = 64 * MIB
 GLOO = "gloo (plain TCP)"
 WAYS = ("put", "get")
+NEW = "quicmesh put, new length"
+NEW_STEP = 4096
 MADE = "quicmesh get, made there"
 HANDED = "quicmesh get, handed over"
 CALL = "quicmesh call"
@@ -39,9 +41,9 @@ class Moves:
     """One contender: tensors moved one way, as a program that uses `mesh` moves them.
 
     Args:
-        way: "put", from the process that orders it to the other, "get" of what was put before,
-            "made": a get of what the other has made, or "map": of what lies in memory that is
-            handed over.
+        way: "put", from the process that orders it to the other, "new": a put of a length that none
+            had before, "get" of what was put before, "made": a get of what the other has made, or
+            "map": of what lies in memory that is handed over.
         shared_memory: whether the two may share memory; over QUIC, otherwise.
     """
 
@@ -77,6 +79,7 @@ class Moves:
 
         tensor = torch.zeros(0, dtype=torch.uint8)
         refs: dict[int, Any] = {}
+        news = 0
         async with self._node(site, tensors=False) as node:
             peer = await node.connect(where)
 
@@ -103,7 +106,10 @@ class Moves:
                 return time.perf_counter() - began
 
             async def bulk(nbytes: int) -> float:
-                nonlocal tensor
+                nonlocal tensor, news
+                if self._way == "new":
+                    news += 1
+                    nbytes -= news * NEW_STEP
                 if len(tensor) != nbytes:
                     tensor = torch.ones(nbytes, dtype=torch.uint8)
                 began = time.perf_counter()
@@ -111,7 +117,7 @@ class Moves:
                     ref = await peer.create("ones", (nbytes,), dtype=torch.uint8)
                 else:
                     ref = await peer.put(tensor)
-                if self._way != "put":
+                if self._way in ("get", "made"):
                     began = time.perf_counter()
                     await ref.get()
                 seconds = time.perf_counter() - began
@@ -139,6 +145,7 @@ async def _echo(request: Incoming) -> Any:
 
 CONTENDERS: dict[str, Contender] = {
     **{f"quicmesh {way}": Moves(way) for way in WAYS},
+    NEW: Moves("new"),
     MADE: Moves("made"),
     **{f"quicmesh {way} over QUIC": Moves(way, shared_memory=False) for way in WAYS},
     GLOO: Gloo(),
@@ -169,7 +176,7 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
         for one in ours
         for other, goal in ((GLOO, 2.5), (TENSORPIPE, None), (f"{one} over QUIC", None))
     ]
-    pairs.append((MADE, GLOO, None))
+    pairs += [(NEW, GLOO, None), (MADE, GLOO, None)]
     maps, shown = _run_maps(options)
     calls, more = _run_calls(options)
     return [*rows, *maps, *calls], [

@@ -2,18 +2,21 @@
 
 Run it with ``python -m tests.benchmarks.placement [rounds]``: a DDP-like step in a program whose
 endpoint is in its thread, or in a process of its own, while another process sends to it as fast as
-it can; and the same transfer beside a program that does nothing.
+it can; and the same transfer beside a program that does nothing. The sender, which would be on
+another host, takes its share of the same processors. What that leaves to any program says the case
+``tls``: two processes, one of which sends to the other over OpenSSL, and nothing in the program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -21,11 +24,14 @@ import anyio.abc
 from anyio.from_thread import start_blocking_portal
 
 from auth import NodeId, SecretKey, allow_any
+from tests.benchmarks.tcp import Tcp
 from transport import Endpoint, EndpointConfig, Incoming, PeerAddress
 
 SECONDS = 2.5
 SIZE = 64 << 20
 """Bytes of one transfer; they follow each other on one connection."""
+
+PLACES = ("loop", "process", "tls")
 
 Step = Callable[[], object]
 
@@ -109,28 +115,75 @@ async def receive(placement: str, *, task_status: anyio.abc.TaskStatus[object]) 
         await leave.wait()
 
 
+@contextlib.contextmanager
+def receiving(placement: str) -> Iterator[list[str]]:
+    """Have something receive during the block; yield what a sender to it is told."""
+    if placement == "tls":
+        with started("receive-tls") as receiver:
+            yield ["send-tls", said(receiver)]
+        return
+    with start_blocking_portal() as portal:
+        future, (endpoint, leave) = portal.start_task(receive, placement)  # type: ignore[misc]
+        yield ["send", str(endpoint.port), str(endpoint.node_id)]
+        portal.call(leave)
+        future.result()
+
+
+def receive_tls() -> None:
+    """Take all that comes on one connection, and print its port before."""
+    room = memoryview(bytearray(SIZE))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        accepted, _ = listener.accept()
+        with Tcp(is_tls=True).wrapped(accepted, server=True) as connection:
+            while True:
+                done = 0
+                while done < SIZE:
+                    count = connection.recv_into(room[done:], SIZE - done)
+                    if not count:
+                        return
+                    done += count
+                connection.sendall(b"k")
+
+
+def send_tls(port: int) -> None:
+    """Do what `send` does."""
+    data = bytes(SIZE)
+    raw = socket.create_connection(("127.0.0.1", port))
+    with Tcp(is_tls=True).wrapped(raw, server=False) as connection:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        began, sent = time.perf_counter(), 0
+        while time.perf_counter() - began < SECONDS:
+            connection.sendall(data)
+            connection.recv(1)
+            sent += SIZE
+        print(sent / (time.perf_counter() - began) / 1e6, flush=True)
+
+
+def started(*what: str) -> subprocess.Popen[str]:
+    """Start one more process of this benchmark."""
+    command = [sys.executable, "-m", "tests.benchmarks.placement", *what]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """Return the next line that a process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
 def measure(placement: str, *, trains: bool) -> dict[str, float]:
     """Return the steps a second alone and beside the transfer, and the transfer's MB/s."""
     step = training_step() if trains else None
     alone = statistics.median(speed(step, SECONDS / 4) for _ in range(3))
-    with start_blocking_portal() as portal:
-        future, (endpoint, leave) = portal.start_task(receive, placement)  # type: ignore[misc]
-        command = [sys.executable, "-m", "tests.benchmarks.placement", "send"]
-        with subprocess.Popen(
-            [*command, str(endpoint.port), str(endpoint.node_id)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as sender:
-            assert sender.stdin is not None
-            assert sender.stdout is not None
-            sender.stdout.readline()
-            sender.stdin.write("\n")
-            sender.stdin.flush()
-            beside = speed(step, SECONDS)
-            rate = float(sender.stdout.readline())
-        portal.call(leave)
-        future.result()
+    with receiving(placement) as target, started(*target) as sender:
+        said(sender)
+        assert sender.stdin is not None
+        sender.stdin.write("\n")
+        sender.stdin.flush()
+        beside = speed(step, SECONDS)
+        rate = float(said(sender))
     return {"alone": alone, "beside": beside, "MB/s": rate}
 
 
@@ -139,18 +192,23 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["send"]:
         anyio.run(send, int(arguments[1]), arguments[2])
         return
+    if arguments[:1] == ["send-tls"]:
+        send_tls(int(arguments[1]))
+        return
+    if arguments[:1] == ["receive-tls"]:
+        receive_tls()
+        return
     if arguments[:1] == ["measure"]:
         print(json.dumps(measure(arguments[1], trains=arguments[2] == "training")))
         return
     rounds = int(arguments[0]) if arguments else 5
-    cases = [(where, what) for where in ("loop", "process") for what in ("training", "idle")]
+    cases = [(where, what) for where in PLACES for what in ("training", "idle")]
     found: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
-            command = [sys.executable, "-m", "tests.benchmarks.placement", "measure", *case]
-            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            found[case].append(json.loads(out.splitlines()[-1]))
-    for where in ("loop", "process"):
+            with started("measure", *case) as measuring:
+                found[case].append(json.loads(said(measuring)))
+    for where in PLACES:
         training, idle = found[where, "training"], found[where, "idle"]
         kept = statistics.median(each["beside"] / each["alone"] for each in training)
         rate = statistics.median(each["MB/s"] for each in training)

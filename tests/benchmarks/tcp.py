@@ -46,33 +46,23 @@ class Tcp:
         with socket.create_server((site.address, 0)) as listener:
             pipe.send(listener.getsockname())
             accepted, _ = listener.accept()
-            with self._wrapped(accepted, server=True) as connection:
+            with self.wrapped(accepted, server=True) as connection:
                 self._answer(connection)
 
     def dial(self, pipe: Pipe, site: Site, where: Any) -> None:
         raw = socket.create_connection(where)
         if self._congestion is not None:
             raw.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, self._congestion.encode())
-        with self._wrapped(raw, server=False) as connection:
+        with self.wrapped(raw, server=False) as connection:
             obey(
                 pipe,
                 lambda count: [_exchange(connection, SMALL, len(SMALL)) for _ in range(count)],
                 lambda nbytes: _exchange(connection, filled(nbytes), len(DONE)),
             )
 
-    def _answer(self, connection: socket.socket) -> None:
-        while header := connection.recv(8):
-            while len(header) < 8:
-                header += connection.recv(8 - len(header))
-            size = int.from_bytes(header, "big")
-            room = memoryview(filled(size))
-            done = 0
-            while done < size:
-                done += connection.recv_into(room[done:], min(PIECE, size - done))
-            connection.sendall(room if size == len(SMALL) else DONE)
-
     @contextlib.contextmanager
-    def _wrapped(self, raw: socket.socket, *, server: bool) -> Iterator[socket.socket]:
+    def wrapped(self, raw: socket.socket, *, server: bool) -> Iterator[socket.socket]:
+        """Have the connection for the block, with TLS where that is asked for."""
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not self._is_tls:
             with raw:
@@ -86,6 +76,17 @@ class Tcp:
             context.verify_mode = ssl.CERT_NONE
         with context.wrap_socket(raw, server_side=server) as connection:
             yield connection
+
+    def _answer(self, connection: socket.socket) -> None:
+        while header := connection.recv(8):
+            while len(header) < 8:
+                header += connection.recv(8 - len(header))
+            size = int.from_bytes(header, "big")
+            room = memoryview(filled(size))
+            done = 0
+            while done < size:
+                done += connection.recv_into(room[done:], min(PIECE, size - done))
+            connection.sendall(room if size == len(SMALL) else DONE)
 
 
 def _exchange(connection: socket.socket, data: bytes | bytearray, answer: int) -> float:

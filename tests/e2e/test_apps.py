@@ -153,7 +153,7 @@ async def test_http_and_own_protocol_beside_moves_and_calls(kind: str, tmp_path:
                     status, (seen,) = await app.aget("/peers")
                     assert status == 200
                     waits.append(time.monotonic() - began)
-                    assert (seen["node_id"], seen["state"]) == (str(member.node_id), "authorised")
+                    assert (seen["node_id"], seen["state"]) == (str(member.node_id), "authorized")
                     assert await app.aget(f"/greet/{member.node_id.short}") == (
                         200,
                         "hello from the test",
@@ -264,7 +264,7 @@ def test_apps_under_different_loops_share_a_connection(tmp_path: Path) -> None:
         for kind in KINDS:
             _, peers = apps[kind].get("/peers")
             assert {peer["node_id"] for peer in peers} == set(map(str, others(ids, kind)))
-            assert {peer["state"] for peer in peers} == {"authorised"}
+            assert {peer["state"] for peer in peers} == {"authorized"}
 
 
 # -- in this process

@@ -31,6 +31,8 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
         listening = first.wait_for(r"^listening +(.*)$")[1]
         loopback = all(each.startswith(("127.", "[::1]")) for each in listening.split(", "))
         assert loopback == any("loopback only" in line for line in first.lines)
+        shown = {each.rpartition(":")[0].strip("[]") for each in listening.split(", ")}
+        assert {host for host, _ in Ticket.decode(first.ticket).addresses} == shown
         assert ":0" not in listening.replace("::", "")
 
         joined = b.run("join", first.ticket, "--name", "first", fresh=True).stdout
@@ -61,16 +63,16 @@ def test_two_terminals(machines: tuple[Machine, Machine]) -> None:
                 status = machine.json("status")
                 (peer,) = status["peers"]
                 assert peer["node_id"] == other.json("id")["node_id"]
-                assert peer["state"] == "authorised"
+                assert peer["state"] == "authorized"
                 assert peer["rtt"] > 0
                 assert peer["path"].rpartition(":")[2] != "0"
                 assert peer["bytes_received"] > 0
             assert "first" in b.run("status").stdout
-            assert b.json("peers")["peers"][0]["state"] == "authorised"
+            assert b.json("peers")["peers"][0]["state"] == "authorized"
 
             done = b.python(first.python_lines)
             assert done.returncode == 0, done.stderr
-            assert "authorised" in done.stdout
+            assert "authorized" in done.stdout
 
             assert b.run("down", fresh=True).stdout == "stopped\n"
             assert second.wait() == 0

@@ -49,4 +49,4 @@ def test_killed_and_started_on_another_port(tmp_path: Path, dialer_restarts: boo
                 assert f":{port_of(leaves)}:" in said
                 # The links alone find it, too: nobody calls from the side that was started again.
                 (peer,) = stays.json("status")["peers"]
-                assert peer["state"] == "authorised"
+                assert peer["state"] == "authorized"

@@ -61,7 +61,7 @@ def test_hosts_of_ipv6_alone(net: Lab, backend: str) -> None:
         with b.node(backend, join=[ticket, with_first(ticket, NOWHERE)]) as second:
             said = second.next()
             assert path_of(said) == "fd00:1::1"
-            assert said["state"] == "authorised"
+            assert said["state"] == "authorized"
         # An address of a family that the host has not makes way at once.
         with b.node(backend, join=[with_first(ticket, NOWHERE)]) as third:
             said = third.next()

@@ -10,11 +10,12 @@ import anyio
 import tensor_bridge  # noqa: F401 - and with it torch, before the loop of a test runs
 from auth import Authorizer, SecretKey, allow_any
 from mesh import Home, Node
+from tests.placements import placed
 from transport import EndpointConfig
 
 __all__ = ["LOOPBACK", "eventually", "machine", "node", "program"]
 
-LOOPBACK = EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=1.0, linger=1.0)
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", liveness=1.0, linger=1.0, **placed())
 
 
 def node(authorizer: Authorizer | None = None, *, tensors: bool = False) -> Node:

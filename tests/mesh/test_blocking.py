@@ -9,25 +9,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
 import pytest
 import torch
-from anyio.from_thread import start_blocking_portal
 
 from auth import SecretKey, Ticket, allow_any
 from mesh import Home, PeerState, blocking
 from mesh.errors import NodeError, UnknownPeer, Unreachable
 from tests.mesh.nodes import LOOPBACK
-from transport import EndpointConfig
+from transport import EndpointConfig, RemoteError
 from transport.process import ProcessEngine, sharing
-from transport.process.sharing import SharedProcess, listening, share
+from transport.process.sharing import SharedProcess
 from transport.process.spawn import Child
 
-CONFIG = dataclasses.replace(LOOPBACK, placement=None, connect_timeout=30.0)
+CONFIG = dataclasses.replace(LOOPBACK, placement=None, share=None, connect_timeout=30.0)
 """On a machine where much else runs, the first connection waits for two processes to come up."""
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has endpoint processes")
@@ -40,25 +39,15 @@ PLACEMENTS = [
 GONE = Ticket(SecretKey.generate().node_id, (("127.0.0.1", 9),))
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where nodes share an endpoint process, as those of a machine whose daemon runs."""
-    path = tmp_path_factory.mktemp("shared") / "endpoint.sock"
-    with listening(path) as listener, start_blocking_portal() as portal:
-        serving = portal.start_task_soon(share, listener)
-        yield path
-        serving.cancel()
-
-
 @pytest.fixture(autouse=True, params=PLACEMENTS)
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the packets of the test's nodes are moved."""
     name: str = request.param
     monkeypatch.setattr(blocking, "PLACEMENT", "loop" if name == "loop" else "process")
     if name == "shared":
-        path = request.getfixturevalue("shared")
+        path = request.getfixturevalue("endpoint_process")
         monkeypatch.setattr(sharing, "JOIN_SECONDS", 30.0)
-        monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, share=str(path)))
+        monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, share=path))
     return name
 
 
@@ -72,6 +61,14 @@ def node(*, tensors: bool = False) -> blocking.Node:
 def pair() -> Iterator[tuple[blocking.Node, blocking.Node]]:
     with node() as here, node() as there:
         yield here, there
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until `condition` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def threads_of_mesh() -> list[threading.Thread]:
@@ -93,7 +90,7 @@ def test_peer(pair: tuple[blocking.Node, blocking.Node]) -> None:
     assert peer.node_id == there.node_id
     assert 0 < peer.ping() < 3
     assert peer.info()["node_id"] == str(there.node_id)
-    assert [status.state for status in here.peers()] == [PeerState.AUTHORISED]
+    assert [status.state for status in here.peers()] == [PeerState.AUTHORIZED]
     assert here.label(there.node_id) == peer.label == there.node_id.short
     peer.close()
     assert peer.ping() > 0
@@ -195,6 +192,37 @@ def test_handlers_are_registered_in_its_loop(pair: tuple[blocking.Node, blocking
     there.run(register)
     here.connect(there.ticket())
     assert here.run(call) == f"mesh-{there.node_id.short}"
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_a_handler_does_not_end_its_loop(
+    pair: tuple[blocking.Node, blocking.Node], raised: type[BaseException]
+) -> None:
+    here, there = pair
+
+    async def leave(request: object) -> None:
+        raise raised("as was expected")
+
+    async def register() -> None:
+        there.node.endpoint.register_call("app.leave", leave, scope="app")
+
+    async def call() -> object:
+        return await (await here.node.dial(there.node_id)).call("app.leave")
+
+    there.run(register)
+    peer = here.connect(there.ticket())
+    with pytest.raises(RemoteError, match="handler failed"):
+        here.run(call)
+    assert peer.ping() > 0
+
+
+def test_a_loop_that_has_ended_is_named_and_leaves_nothing() -> None:
+    before = threads_of_mesh()
+    with node() as here:
+        here.portal.start_task_soon(here.portal.stop, True)
+        eventually(lambda: threads_of_mesh() == before)
+        with pytest.raises(NodeError, match="its event loop has ended"):
+            here.peers()
 
 
 def test_interrupt_cancels_what_is_waited_for(pair: tuple[blocking.Node, blocking.Node]) -> None:

@@ -175,7 +175,7 @@ async def dial_a_peer_that_is_on_its_way_back(m: Meshed) -> AsyncIterator[Operat
     m.here.endpoint._dial_once = refuse  # type: ignore[method-assign, assignment]
     yield peer.ping
     m.here.endpoint._dial_once = dial_once  # type: ignore[method-assign]
-    m.here._returns.joined(m.other.node_id)
+    m.here._recently_lost.joined(m.other.node_id)
     m.part(m.here, m.other)
 
 

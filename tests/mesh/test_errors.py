@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +20,11 @@ PACKAGES = (
     "mesh.device",
     "mesh.rpc",
     "mesh.autograd",
+    "mesh.train",
     "mesh",
 )
+ROOT = Path(__file__).parents[2]
+ROOMS = ("auth", "transport", "tensor_bridge", "mesh")
 LINE = re.compile(r"^    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(  \S.*)?$")
 WIDTH = len("├── ")
 
@@ -64,6 +69,16 @@ def test_every_class_is_here_by_name() -> None:
         assert name in mesh.errors.__all__
         assert issubclass(getattr(mesh.errors, name), MeshError)
     assert set(mesh.errors.__all__) == set(defined())
+
+
+def test_no_module_has_an_error_beside_the_tree() -> None:
+    tree = set(drawn())
+    for package in ROOMS:
+        for path in (ROOT / package).rglob("*.py"):
+            for part in ast.walk(ast.parse(path.read_text())):
+                if isinstance(part, ast.ClassDef):
+                    bases = {base.id for base in part.bases if isinstance(base, ast.Name)}
+                    assert not bases & tree or part.name in tree, f"{part.name} in {path}"
 
 
 def test_codes_are_unique() -> None:

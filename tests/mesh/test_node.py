@@ -103,7 +103,7 @@ async def test_states_tell_failures_apart() -> None:
             await here.connect(wrong, timeout=2.0)
 
         found = {status.node_id: status for status in here.peers()}
-        assert found[good.node_id].state is PeerState.AUTHORISED
+        assert found[good.node_id].state is PeerState.AUTHORIZED
         assert found[good.node_id].path == f"127.0.0.1:{good.endpoint.port}"
         assert found[good.node_id].outbound is True
         assert (found[good.node_id].bytes_sent or 0) > 1000
@@ -112,9 +112,9 @@ async def test_states_tell_failures_apart() -> None:
         assert found[choosy.node_id].path is None
         assert found[gone.node_id].state is PeerState.DISCOVERED
         assert "127.0.0.1:9" in (found[gone.node_id].reason or "")
-        assert found[wrong.node_id].state is not PeerState.AUTHORISED
+        assert found[wrong.node_id].state is not PeerState.AUTHORIZED
         assert here.node_id not in found
-        assert status_of(good, here).state is PeerState.AUTHORISED
+        assert status_of(good, here).state is PeerState.AUTHORIZED
         assert status_of(good, here).outbound is False
 
 

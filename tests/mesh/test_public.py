@@ -37,6 +37,7 @@ PUBLIC = {
     "describe",
     "device",
     "devices",
+    "distributed",
     "errors",
     "nn",
     "optim",

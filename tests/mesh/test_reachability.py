@@ -28,7 +28,7 @@ from auth import (
 from mesh import Home, Node, PeerState, PeerStatus
 from mesh.daemon import Daemon, control, join_without_daemon
 from mesh.errors import DeadlineExceeded, UnknownPeer, Unreachable
-from mesh.returns import RETURN_SECONDS
+from mesh.recently_lost import RETURN_SECONDS
 from mesh.services import ping
 from tests.mesh.nodes import LOOPBACK, eventually, machine, node
 from transport import EndpointConfig, Incoming
@@ -188,7 +188,7 @@ async def test_ping_is_a_number_or_one_of_three_reasons() -> None:
 async def test_status_separates_how_far_it_got() -> None:
     class Choosy:
         async def authorize(self, request: AccessRequest) -> Grant | Denial:
-            return Denial("not-authorized", "not in authorised keys")
+            return Denial("not-authorized", "not in authorized keys")
 
     with silent() as mute:
         async with node() as here, node() as good, node(Choosy()) as choosy:
@@ -212,14 +212,14 @@ async def test_status_separates_how_far_it_got() -> None:
                 quiet: PeerState.DISCOVERED,
                 impostor: PeerState.REACHABLE,
                 leaver.node_id: PeerState.AUTHENTICATED,
-                good.node_id: PeerState.AUTHORISED,
+                good.node_id: PeerState.AUTHORIZED,
                 choosy.node_id: PeerState.REFUSED,
             }
             assert found[untried].reason is None
             assert "no answer" in (found[quiet].reason or "")
             assert good.node_id.short in (found[impostor].reason or "")
             assert found[leaver.node_id].reason == "left"
-            assert found[choosy.node_id].reason == "not in authorised keys"
+            assert found[choosy.node_id].reason == "not in authorized keys"
 
 
 @pytest.mark.parametrize("bind", ["lo:0", "127.0.0.0/8:0", "127.0.0.1,[::1]"])
@@ -317,7 +317,7 @@ async def test_a_peer_that_does_not_come_back_is_an_error_in_time() -> None:
             await peer.connection(timeout=1.0)
         assert 0.3 < time.monotonic() - began < 1.5
         # Long gone: one try, and the error.
-        here._returns._lost_at[key.node_id] -= RETURN_SECONDS
+        here._recently_lost._lost_at[key.node_id] -= RETURN_SECONDS
         began = time.monotonic()
         with pytest.raises(Unreachable):
             await peer.connection()
@@ -329,13 +329,13 @@ async def test_who_was_left_on_purpose_is_not_waited_for() -> None:
     async with node() as here, node() as there:
         peer = await here.connect(there.ticket())
         await peer.close()
-        assert here._returns.seconds_left(there.node_id) == 0.0
+        assert here._recently_lost.seconds_left(there.node_id) == 0.0
         # The control: the other side was left.
-        await eventually(lambda: there._returns.seconds_left(here.node_id) > 0)
+        await eventually(lambda: there._recently_lost.seconds_left(here.node_id) > 0)
     async with node() as here, node(deny_all()) as there:
         with pytest.raises(AccessDenied):
             await here.connect(there.ticket())
-        assert here._returns.seconds_left(there.node_id) == 0.0
+        assert here._recently_lost.seconds_left(there.node_id) == 0.0
 
 
 # -- a lost answer

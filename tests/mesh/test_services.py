@@ -46,7 +46,7 @@ async def test_status_lists_peers_and_not_the_asker() -> None:
         await third.connect(there.ticket())
         answer: Any = await (await link(here, there)).call("node.status")
         assert [peer["node_id"] for peer in answer["peers"]] == [str(third.node_id)]
-        assert answer["peers"][0]["state"] == "authorised"
+        assert answer["peers"][0]["state"] == "authorized"
         assert answer["peers"][0]["path"] == f"127.0.0.1:{third.endpoint.port}"
         assert answer["tables"]["connections"] == 2
         assert answer["addresses"] == [f"127.0.0.1:{there.endpoint.port}"]

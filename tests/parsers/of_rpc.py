@@ -8,22 +8,22 @@ import torch
 from hypothesis import strategies as st
 
 from auth import MeshError
-from mesh.rpc.errors import NotExposed
-from mesh.rpc.exceptions import decode_exception, encode_exception
-from mesh.rpc.exposed import Exposures
-from mesh.rpc.heads import (
+from mesh.rpc.encoding.exceptions import decode_exception, encode_exception
+from mesh.rpc.encoding.heads import (
     answer_head,
     read_answer_head,
     read_items,
     read_request_head,
     request_head,
 )
-from mesh.rpc.listing import Listing
-from mesh.rpc.owned import RefRow
-from mesh.rpc.patterns import request_pattern, write_request
-from mesh.rpc.targets import Target
-from mesh.rpc.types import TypeTable
-from mesh.rpc.values import Packer, Unpacker
+from mesh.rpc.encoding.patterns import request_pattern, write_request
+from mesh.rpc.encoding.values import Packer, Unpacker
+from mesh.rpc.errors import NotExposed
+from mesh.rpc.names.exposed import Exposures
+from mesh.rpc.names.targets import Target
+from mesh.rpc.names.types import TypeTable
+from mesh.rpc.refs.listing import Listing
+from mesh.rpc.refs.owned import RefRow
 from mesh.rpc.wire import (
     Answer,
     Beside,
@@ -215,7 +215,7 @@ def _same_exception(one: Exception, other: Exception) -> bool:
 PARSERS = [
     Parser(
         name="rpc.request",
-        covers=("mesh.rpc.wire.Request.decode", "mesh.rpc.targets.Target.decode"),
+        covers=("mesh.rpc.wire.Request.decode", "mesh.rpc.names.targets.Target.decode"),
         form="message",
         values=_requests(),
         write=Request.encode,
@@ -233,7 +233,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.request_head",
-        covers=("mesh.rpc.heads.read_request_head",),
+        covers=("mesh.rpc.encoding.heads.read_request_head",),
         form="bytes",
         values=st.tuples(_targets, st.floats(0, 1e9), _shapes),
         write=lambda value: request_head(*value),
@@ -242,7 +242,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.answer_head",
-        covers=("mesh.rpc.heads.read_answer_head",),
+        covers=("mesh.rpc.encoding.heads.read_answer_head",),
         form="bytes",
         values=_shapes,
         write=answer_head,
@@ -251,7 +251,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.items",
-        covers=("mesh.rpc.heads.read_items",),
+        covers=("mesh.rpc.encoding.heads.read_items",),
         form="bytes",
         values=st.lists(st.none() | texts | st.integers(0, 9), max_size=4),
         write=lambda items: cbor.encode(items, max_size=1 << 20),
@@ -260,7 +260,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.pattern",
-        covers=("mesh.rpc.patterns.Pattern.read",),
+        covers=("mesh.rpc.encoding.patterns.Pattern.read",),
         form="message",
         values=st.lists(_plain | _small, max_size=4),
         write=_write_pattern,
@@ -317,7 +317,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.listing",
-        covers=("mesh.rpc.listing.Listing.decode",),
+        covers=("mesh.rpc.refs.listing.Listing.decode",),
         form="message",
         values=st.builds(Listing, st.lists(_rows, max_size=3).map(tuple), st.integers(0, 9)),
         write=Listing.encode,
@@ -327,7 +327,10 @@ PARSERS = [
     ),
     Parser(
         name="rpc.value",
-        covers=("mesh.rpc.values.Unpacker.unpack", "mesh.rpc.values.Unpacker.unpack_all"),
+        covers=(
+            "mesh.rpc.encoding.values.Unpacker.unpack",
+            "mesh.rpc.encoding.values.Unpacker.unpack_all",
+        ),
         form="message",
         values=_values,
         write=_write_value,
@@ -338,7 +341,7 @@ PARSERS = [
     ),
     Parser(
         name="rpc.exception",
-        covers=("mesh.rpc.exceptions.decode_exception",),
+        covers=("mesh.rpc.encoding.exceptions.decode_exception",),
         form="message",
         values=_exceptions,
         write=_write_exception,

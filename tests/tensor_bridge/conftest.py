@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
-from anyio.from_thread import start_blocking_portal
 
 from tensor_bridge.lanes.shared.host import unavailable
 from tests.tensor_bridge import nodes
@@ -54,29 +52,19 @@ OF_NO_LANE = {
 """Tests, and scenarios of cancellation, in which no bytes to speak of take the nodes' lane."""
 
 
-ALWAYS_IN_A_PROCESS = {
-    "test_a_copy_cancelled_exactly_at_its_end",
-    "test_a_copy_goes_on_though_the_source_believes_in_the_old_link",
-    "test_a_large_copy_passes_the_client_by",
-    "test_every_layout_there_and_back",
-    "test_progress_of_put_and_get",
-    "test_target_vanishes",
-}
-"""What is run over an endpoint process always. The rest takes minutes."""
-
 NOT_IN_A_PROCESS = {"test_a_put_cancelled_exactly_at_its_end"}
-"""What counts the turns in which an operation ends, which another process decides there."""
+"""What counts the turns in which an operation ends: to wait for another process takes a hundred of
+them, or thousands, as the machine's load has it."""
 
 STOPS_A_PROCESS = {"test_client_vanishes", "test_source_vanishes", "test_target_vanishes"}
 """What stops a node's endpoint process, which the others must not share then."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each test over shared memory on one event loop alone, unless all is asked for.
+    """Run each test of another lane than QUIC on one event loop alone, unless all is asked for.
 
     Which one differs from case to case, so that there are many on either. QUIC, which is on the way
-    of every move, is tested on both. Over an endpoint process a few are run, as that takes half a
-    second to start for each node.
+    of every move, is tested on both.
     """
     left_out = [item for item in items if _is_left_out(item, has_time=config.getoption("--slow"))]
     if left_out:
@@ -94,21 +82,11 @@ def _is_left_out(item: pytest.Item, *, has_time: bool) -> bool:
         return True
     if has_time:
         return False
-    if names & OF_NO_LANE or (lane == nodes.PROCESS and not names & ALWAYS_IN_A_PROCESS):
+    if names & OF_NO_LANE:
         return True
     loop = params.get("anyio_backend")
     case = item.nodeid.replace(f"{loop}", "", 1)
     return loop is not None and loop != ("asyncio", "trio")[zlib.crc32(case.encode()) % 2]
-
-
-@pytest.fixture(scope="session")
-def endpoint_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where nodes share an endpoint process: half a second of a processor for each adds up."""
-    path = tmp_path_factory.mktemp("shared") / "endpoint.sock"
-    with sharing.listening(path) as listener, start_blocking_portal() as portal:
-        serving = portal.start_task_soon(sharing.share, listener)
-        yield str(path)
-        serving.cancel()
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ from tensor_bridge import (
 )
 from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.wire import ReadOpen
+from tests.placements import placed
 from transport import Connection, Endpoint, EndpointConfig, PeerAddress, Stream
 from transport.process import ProcessEngine
 from transport.process.spawn import Child
@@ -166,10 +167,8 @@ async def node(
 ) -> AsyncIterator[Node]:
     """A node that lives for the block; `settings` are of its endpoint."""
     authorizer = authorizer or allow_any()
-    placed: dict[str, Any] = {"placement": "loop"}
-    if preferred == PROCESS:
-        placed = {"placement": "process", "share": shared}
-    settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | placed | settings
+    where = {"placement": "process", "share": shared} if preferred == PROCESS else placed(settings)
+    settings = {"bind": "127.0.0.1:0", "linger": 0.5, "liveness": 1.0} | where | settings
     config = EndpointConfig(**settings)
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(

@@ -204,3 +204,28 @@ async def test_a_deleted_tensor_is_freed_though_its_arrival_is_remembered(room: 
     room.store.delete(stored.object_id)
     gc.collect()
     assert memory() is None
+
+
+class Lying:
+    """A tensor that lies elsewhere."""
+
+    nbytes = 100
+    raw = torch.zeros(100, dtype=torch.uint8)
+
+    def copied(self) -> torch.Tensor:
+        return self.raw.clone()
+
+
+async def test_what_was_given_up_before_it_came_is_not_kept(room: Room) -> None:
+    room.arrivals.undo(ALICE, "u")
+    assert room.arrivals.keep_outside(ALICE, "u", META, Lying()) is None
+    assert (len(room.store), room.store.used()) == (0, (0, 0))
+    assert room.arrivals.keep_outside(BOB, "u", META, Lying()) is not None
+    room.arrivals.undo(BOB, "u")
+    assert (len(room.store), room.store.used()) == (0, (0, 0))
+    room.clock.now = 30.0
+    room.arrivals.expire(room.clock())
+    assert not room.arrivals._undone
+    for number in range(MAX_FINISHED + 10):
+        room.arrivals.undo(ALICE, str(number))
+    assert len(room.arrivals._undone) == MAX_FINISHED

@@ -329,7 +329,6 @@ async def kept_in_a_block(m: Moves) -> AsyncIterator[Operation]:
         await eventually(lambda: all(link.calls is not None for link in _links(one, other)))
 
         async def run() -> None:
-            one.lanes.expect(client._connection, LEAST_BYTES)
             ref = await client.put(tensor)
             assert same(await client.get(ref), tensor)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
+import mmap
 import os
 
 import anyio
@@ -11,7 +13,11 @@ import torch
 
 from tensor_bridge import TensorChanged, copying, tensor_bytes
 from tensor_bridge.copying import PIECE, SHARED_FROM, TURN_BYTES, copy_in_turns, copy_now
+from tensor_bridge.huge_pages import HUGE_PAGE, collapse
+from tensor_bridge.lanes.shared.host import unavailable
+from tensor_bridge.lanes.shared.mapping import map_memory
 from tests.tensor_bridge.nodes import eventually
+from tests.tensor_bridge.shared.test_pool import closing, memory
 
 pytestmark = pytest.mark.anyio
 
@@ -30,14 +36,36 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("is_fresh", [False, True])
-async def test_every_byte_is_copied_and_counted(size: int, is_fresh: bool) -> None:
+async def test_every_byte_is_copied_and_counted(size: int) -> None:
     source, target = random(size), random(size)
     parts: list[int] = []
-    await copy_in_turns(tensor_bytes(target), tensor_bytes(source), parts.append, is_fresh=is_fresh)
+    await copy_in_turns(tensor_bytes(target), tensor_bytes(source), parts.append)
     assert torch.equal(source, target)
     assert sum(parts) == size
     assert all(part <= TURN_BYTES for part in parts)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("gives", [True, False], ids=["huge", "small"])
+async def test_new_memory_is_filled_by_huge_pages_or_without(
+    gives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def give(address: int) -> bool:
+        asked.append(address - ctypes.addressof(content))
+        return gives and collapse(address)
+
+    monkeypatch.setattr(copying, "collapse", give)
+    size = 4 * HUGE_PAGE + PIECE // 2 + 7
+    with closing(memory(size, 0)) as descriptor:
+        content = map_memory(descriptor, size, mmap.MAP_SHARED)
+    source, target = random(size), memoryview(content).cast("B")
+    await copy_in_turns(target, tensor_bytes(source), lambda _: None, fresh=size)
+    assert target == tensor_bytes(source)
+    assert sorted(asked)[:1] == [0]
+    assert all(at % HUGE_PAGE == 0 and at + HUGE_PAGE <= size for at in asked)
 
 
 @pytest.mark.usefixtures("threads")

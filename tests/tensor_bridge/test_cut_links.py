@@ -16,7 +16,7 @@ from auth import TokenLimits
 from tensor_bridge import DTYPES, TensorRef
 from tests.tensor_bridge.nodes import Node, eventually, node, together
 from tests.tensor_bridge.tensors import PLAIN, filled, same
-from transport import AppCode
+from transport import AppCode, Connection
 
 pytestmark = pytest.mark.anyio
 
@@ -58,6 +58,13 @@ cuts = st.lists(st.tuples(st.integers(0, 150), st.booleans()), max_size=4)
 """When the link is cut, in turns of the event loop since it was there, and from which side."""
 
 
+def _ends(one: Node, other: Node) -> tuple[Connection, Connection] | None:
+    """Both ends of the link between two nodes, once it is there."""
+    here = one.endpoint.connection(other.endpoint.node_id)
+    there = other.endpoint.connection(one.endpoint.node_id)
+    return None if here is None or there is None else (here, there)
+
+
 async def while_cut(
     one: Node, other: Node, when: list[tuple[int, bool]], move: Callable[[], Awaitable[TensorRef]]
 ) -> TensorRef:
@@ -67,11 +74,10 @@ async def while_cut(
         for turns, from_here in when:
             for _ in range(turns):
                 await anyio.lowlevel.checkpoint()
-            here, there = (one, other) if from_here else (other, one)
-            connection = here.endpoint.connection(there.endpoint.node_id)
-            while connection is None:
+            # A link that only one of them has is one that is still made: then nobody was there.
+            while (ends := _ends(one, other)) is None:  # noqa: ASYNC110 - of either node, no event
                 await anyio.sleep(0.002)
-                connection = here.endpoint.connection(there.endpoint.node_id)
+            connection = ends[0 if from_here else 1]
             connection.abort(AppCode.LEFT, "cut")
 
     async with anyio.create_task_group() as tasks:

@@ -23,18 +23,16 @@ from auth import (
     ServiceRequest,
     allow_any,
 )
+from tests.placements import placed
 from tests.programs import Program
 from transport import Connection, Endpoint, EndpointConfig, EndpointEvent, Incoming, PeerAddress
 from transport.cbor import CborValue
-
-placement: str | None = None
-"""Where the packets of endpoints are moved: a test sets it to have all of its own moved there."""
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def config(**settings: Any) -> EndpointConfig:
-    return EndpointConfig(**{"bind": "127.0.0.1:0", "placement": placement, **settings})
+    return EndpointConfig(**{"bind": "127.0.0.1:0", **placed(settings), **settings})
 
 
 @asynccontextmanager

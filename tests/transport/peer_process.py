@@ -7,6 +7,7 @@ import sys
 import anyio
 
 from auth import SecretKey, allow_any
+from tests.placements import placed
 from transport import Endpoint, EndpointConfig, Incoming
 from transport.cbor import CborValue
 
@@ -32,7 +33,7 @@ async def sink(request: Incoming) -> None:
 
 async def main() -> None:
     key = SecretKey.from_bytes(bytes.fromhex(sys.stdin.readline()))
-    config = EndpointConfig(bind=f"127.0.0.1:{sys.argv[1]}")
+    config = EndpointConfig(bind=f"127.0.0.1:{sys.argv[1]}", **placed())
     async with Endpoint(key, allow_any(), config) as node:
         node.register_call("echo", echo, scope="x")
         node.register_call("hang", hang, scope="x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from aioquic import tls
@@ -13,7 +12,7 @@ from aioquic.quic.recovery import QuicPacketRecovery, QuicPacketSpace
 
 from transport.protocol.batch import SendPart
 from transport.protocol.batch.acknowledging import acknowledge_runs
-from transport.protocol.batch.sent import FramePacket, SentPacket, SentRun
+from transport.protocol.batch.sent import FramePacket, SentPacket, SentPackets, SentRun
 from transport.protocol.congestion import register
 
 SIZE = 1000
@@ -38,7 +37,8 @@ class Sender:
         self.parts = [SendPart(4 * number) for number in range(2)]
         for part in self.parts:
             part.lend(memoryview(bytes(100 * SIZE)), lambda: True, 1)
-        sent: dict[int, Any] = self.space.sent_packets
+        sent = SentPackets()
+        self.space.sent_packets = sent
         offsets, number, self.now = [0, 0], 0, 1.0
         while number < 60:
             self.now += 0.001
@@ -55,7 +55,7 @@ class Sender:
             which, count = draw.randrange(2), draw.randint(1, 6)
             part, start, fin = self.parts[which], offsets[which], draw.random() < 0.1
             run = SentRun(self.now, SIZE, number, count, part, start, SIZE, fin=fin)
-            sent.update(run.packets())
+            sent.add_run(run)
             offsets[which] += count * SIZE
             number += count
             self.space.ack_eliciting_in_flight += count
@@ -106,8 +106,15 @@ def test_what_is_taken_in_runs_ends_as_what_is_taken_one_by_one(controller: str)
 def test_the_packets_of_a_run() -> None:
     part = SendPart(4)
     run = SentRun(1.0, SIZE, 7, 3, part, 1000, 50, fin=True)
-    packets = dict(run.packets())
-    assert list(packets) == [packet.packet_number for packet in packets.values()] == [7, 8, 9]
+    sent = SentPackets()
+    sent.add_run(run)
+    packets = dict(sent.items())
+    assert (
+        list(sent)
+        == list(packets)
+        == [packet.packet_number for packet in packets.values()]
+        == [7, 8, 9]
+    )
     assert [(packet.start, packet.stop, packet.fin) for packet in packets.values()] == [
         (1000, 1050, False),
         (1050, 1100, False),
@@ -120,6 +127,11 @@ def test_the_packets_of_a_run() -> None:
             (part.on_data_delivery, (packet.start, packet.stop, packet.fin))
         ]
     assert run.sent_bytes == 3 * SIZE
+    assert [packet.start for packet in sent.values()] == [1000, 1050, 1100]
+    assert sent[8].start == sent.pop(8).start == 1050
+    assert sent.kept(9) is run
+    sent.forget([7, 9])
+    assert not sent
 
 
 def test_the_epoch_is_that_of_data() -> None:

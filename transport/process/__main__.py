@@ -15,21 +15,18 @@ from transport.process.memory import map_memory
 from transport.process.said import pass_log_on
 from transport.process.server import Server
 
-NICE = 5
-"""A program that computes goes first where processors are few: beside a transfer at full rate on
-two of them a training step keeps three quarters of its speed and more, without this a half."""
-
 
 def main(arguments: list[str]) -> None:
     """Serve until the program is gone whose process id and descriptors are given.
 
-    The first argument says whether that is the one program, or the daemon that shares this process.
+    The first argument says whether that is the one program, or the daemon that shares this process,
+    the second how far it is to give way to those that compute.
     """
     # They come to everybody at a terminal, or of a service: the program decides what to do.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE)
-    what, (program, *descriptors) = arguments[0], map(int, arguments[1:])
+    what, (nice, program, *descriptors) = arguments[0], map(int, arguments[1:])
+    os.nice(nice)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     watch = _watch(program)

@@ -280,6 +280,7 @@ class ProcessEngine:
             "port": address[1],
         }
         self._refused.pop(address, None)
+        self._check()
         event, answer = self._dials[number] = anyio.Event(), []
         self._say(encode(Kind.DIAL, number, payload=encode_cbor(order, max_size=MAX_PAYLOAD)))
         try:

@@ -33,6 +33,7 @@ from transport.process.records import (
     encode,
 )
 from transport.protocol import StreamCore
+from transport.protocol.connection import MAX_REASON_BYTES
 from transport.protocol.events import (
     ConnectionEnded,
     EndedBy,
@@ -52,6 +53,10 @@ they are."""
 
 STREAM_BYTES = 64 << 20
 """Shared memory of one stream in one direction."""
+
+FIRST_BYTES = 8 << 20
+"""How much of it what is lent takes before the peer has acknowledged anything: one that takes
+nothing has no more than that, and what a receive window holds."""
 
 POSTED_PIECES = 2
 """In which a stream's bytes come: the process goes on with one, while the other is emptied."""
@@ -332,7 +337,8 @@ class MirrorLink:
     def close(self, code: int, reason: str) -> None:
         """Close with an application code."""
         if self.ended is None:
-            self._say(encode(Kind.CLOSE, self.number, number=code, payload=reason.encode()))
+            payload = reason.encode(errors="replace")[:MAX_REASON_BYTES]
+            self._say(encode(Kind.CLOSE, self.number, number=code, payload=payload))
             self._end(ConnectionEnded(EndedBy.LOCAL, code, reason, is_application=True))
 
     # -- what the process says of a stream
@@ -405,7 +411,8 @@ class MirrorLink:
             left, at = loan.stop - loan.fed, loan.fed - loan.start
             size = min(left, PIECE_BYTES)
             place = None
-            if memory is not None and loan.fed - stream.acked < STREAM_BYTES:
+            most = min(STREAM_BYTES, FIRST_BYTES + stream.acked)
+            if memory is not None and loan.fed - stream.acked < most:
                 place = memory.take(size)
             if place is not None:
                 assert memory is not None

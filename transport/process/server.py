@@ -238,7 +238,7 @@ class Server:
                 core.ping(record.number)
             case Kind.CLOSE:
                 self._send_first(core)
-                core.close(record.number, str(record.payload, "utf-8", "replace"))
+                core.close(record.number, str(record.payload, "utf-8", "ignore"))
             case Kind.FLUSH:
                 state.flush = record.number
             case _:

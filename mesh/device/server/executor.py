@@ -188,8 +188,9 @@ def _give(link: socket.socket, request: int, tensor: torch.Tensor) -> bool:
     if not tensor.numel():
         return False
     try:
-        with contextlib.closing(Writer()) as writer:
-            writer.write(tensor_bytes(tensor))
+        content = tensor_bytes(tensor)
+        with contextlib.closing(Writer(len(content))) as writer:
+            writer.fill(content)
             descriptor = writer.give()
     except OSError:
         return False

@@ -1,24 +1,26 @@
 """Memory that a tensor is written to once, by its sender, and then lies in at the receiver's.
 
 A copy into memory that was touched before is the least that a move can cost. Slots (see `pool`)
-take two, one at either end, which on two processors is as long as one and a half. A block is as
-long as a tensor: its owner writes the tensor there and lends it, the receiver keeps the tensor
-there as an object of its owner's, and gives the block back when the object is gone. Its owner reads
-it back from there.
+take two, one at either end, which on two processors is as long as one and a half. A block has room
+for a tensor: its owner writes the tensor there and lends it, the receiver keeps the tensor there as
+an object of its owner's, and gives the block back when the object is gone. Its owner reads it back
+from there.
 
 The owner can still write to a block while it is lent: it would change its own object. Whoever
 else wants the tensor, the receiver's own program first of all, gets a copy made at once (`Loan`),
 and the receiver looks at no byte of it before. A block serves one pair, in one direction, and is
 not used again when the link between the two has ended: the object may lie there on.
 
-To touch new memory costs five times as much as to copy into old, so that a block is made only for
-a tensor as long as one that its owner has just deleted there, and forgotten when it lay free for
-`KEEP_SECONDS`. Bounded for each pair on both sides, and for all of a process.
+New memory costs twice as much to write to as old (see `huge_pages`), so that a block that lies free
+is used again for a tensor that needs most of it, and forgotten when none came for `KEEP_SECONDS`.
+Bounded for each pair on both sides, and for all of a process; a peer's are at the expense of the
+quota of who made them, all of each.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
@@ -30,6 +32,7 @@ import torch
 
 from tensor_bridge.codec import TensorMeta
 from tensor_bridge.copying import copy_now
+from tensor_bridge.huge_pages import HUGE_PAGE
 from tensor_bridge.lanes.shared.mapping import Mapped, map_memory
 from tensor_bridge.lanes.shared.pool import anonymous_memory, check_memory, seal_size
 from tensor_bridge.lanes.shared.protocol import (
@@ -39,24 +42,44 @@ from tensor_bridge.lanes.shared.protocol import (
     ReturnedMessage,
 )
 from tensor_bridge.memory import allocate, tensor_bytes
+from tensor_bridge.wire_blocks import MAX_BLOCK
 from transport import ProtocolError
 
-__all__ = ["KEEP_SECONDS", "LEAST_BYTES", "MOST_BYTES", "Block", "Loan", "OwnBlocks", "TheirBlocks"]
+__all__ = [
+    "KEEP_SECONDS",
+    "LEAST_BYTES",
+    "MOST_BYTES",
+    "Block",
+    "Loan",
+    "OwnBlocks",
+    "TheirBlocks",
+    "room_for",
+]
 
 LEAST_BYTES = 1 << 20
 """Smallest tensor that takes one: below, slots are as fast."""
 
-MOST_BYTES = 256 << 20
+MOST_BYTES = 512 << 20
 """All blocks of one pair in one direction, lent or free."""
 
 MOST_IN_ALL = 1 << 30
 """All blocks that this process has made."""
 
 KEEP_SECONDS = 5.0
-"""How long a block lies free, and how long it is known that a tensor was deleted: for the next step
-of a loop."""
+"""How long a block lies free: for the next step of a loop."""
 
-_MAX_NUMBER = (1 << 16) - 1
+MOST_SPARE = 4
+"""A block takes a tensor again that leaves no more of it unused than one part in so many of the
+tensor's size, and a page."""
+
+WHOLE_FROM = 4 * HUGE_PAGE
+"""Bytes from which on a block is whole huge pages; below, too much of the last would be unused."""
+
+
+def room_for(nbytes: int) -> int:
+    """Return the size of a new block for a tensor of `nbytes`."""
+    page = HUGE_PAGE if nbytes >= WHOLE_FROM else mmap.PAGESIZE
+    return -(-nbytes // page) * page
 
 
 class Block:
@@ -66,6 +89,7 @@ class Block:
         number: what the link calls it.
         view: its memory.
         lend: which lending it is in the hands of the other end by; None while it is here.
+        length: how many bytes of it that lending is.
         readers: how many copy from it here; until they are done it is not written to.
         is_fresh: whether its memory was not touched so far.
     """
@@ -75,6 +99,7 @@ class Block:
         self.view = memoryview(memory).cast("B")
         self.nbytes = len(self.view)
         self.lend: int | None = None
+        self.length = 0
         self.readers = 0
         self.is_fresh = True
         self.free_since: float | None = None
@@ -84,7 +109,7 @@ class OwnBlocks:
     """The blocks that this end makes.
 
     Args:
-        send: sends a packet, with a descriptor, at once.
+        send: sends a packet, with a descriptor, at once or not at all.
         post: sends a packet as soon as can be.
     """
 
@@ -92,10 +117,10 @@ class OwnBlocks:
         self._send = send
         self._post = post
         self._blocks: dict[int, Block] = {}
-        self._numbers = 0
+        # None again soon: a call that was given up may still name what is forgotten.
+        self._numbers = itertools.cycle(range(MAX_BLOCK + 1))
         self._lends = 0
-        self._deleted: dict[int, float] = {}
-        """Sizes of what the other end has no more use for, and since when."""
+        self._is_closed = False
         with _adding:
             _all.add(self)
 
@@ -107,28 +132,22 @@ class OwnBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def expect(self, nbytes: int) -> None:
-        """Take note that the other end has no more use for a tensor: the next may be as long."""
-        if LEAST_BYTES <= nbytes <= MOST_BYTES:
-            self._deleted[nbytes] = time.monotonic()
-            if len(self._deleted) > MAX_BLOCKS:
-                del self._deleted[min(self._deleted, key=self._deleted.__getitem__)]
-
     def take(self, nbytes: int) -> Block | None:
-        """Return a block of just this size, to be written to; None if there is none to be had."""
-        for block in reversed(self._blocks.values()):
-            is_free = block.free_since is not None and not block.readers
-            if is_free and block.nbytes == nbytes:
-                block.free_since = None
-                return block
-        at = self._deleted.get(nbytes)
-        if at is None or time.monotonic() - at > KEEP_SECONDS or not self._has_room(nbytes):
+        """Return a block for so many bytes, to be written to; None if there is none to be had."""
+        if self._is_closed or not LEAST_BYTES <= nbytes <= MOST_BYTES:
             return None
-        return self._make(nbytes)
+        most = room_for(nbytes + nbytes // MOST_SPARE)
+        fitting = [block for block in self._free() if nbytes <= block.nbytes <= most]
+        if fitting:
+            block = min(fitting, key=lambda block: block.nbytes)
+            block.free_since = None
+            return block
+        room = room_for(nbytes)
+        return self._make(room) if self._make_room(room) else None
 
-    def lend(self, block: Block) -> int:
-        """Return what to call this lending of a block."""
-        block.is_fresh = False
+    def lend(self, block: Block, nbytes: int) -> int:
+        """Return what to call this lending of the first `nbytes` of a block."""
+        block.is_fresh, block.length = False, nbytes
         self._lends += 1
         block.lend = self._lends
         return self._lends
@@ -158,9 +177,9 @@ class OwnBlocks:
         return None
 
     def has_lent(self, nbytes: int) -> bool:
-        """Whether the other end has a block of this size."""
+        """Whether the other end has so many bytes of a block."""
         return any(
-            block.lend is not None and block.nbytes == nbytes for block in self._blocks.values()
+            block.lend is not None and block.length == nbytes for block in self._blocks.values()
         )
 
     def expire(self, now: float) -> None:
@@ -171,32 +190,47 @@ class OwnBlocks:
 
     def close(self) -> None:
         """Forget everything; what is being copied to or from lasts until that is done."""
+        self._is_closed = True
         self._blocks.clear()
-        self._deleted.clear()
+
+    def _free(self) -> list[Block]:
+        """Return the blocks that nobody uses, the longest free first."""
+        free = [it for it in self._blocks.values() if it.free_since is not None and not it.readers]
+        return sorted(free, key=lambda block: block.free_since or 0.0)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Forget free blocks until there is room for one more; return whether there is."""
+        free = self._free()
+        if self.nbytes - sum(block.nbytes for block in free) + nbytes > MOST_BYTES:
+            return False
+        while not self._has_room(nbytes):
+            if not free:
+                return False
+            self.drop(free.pop(0))
+        return True
 
     def _has_room(self, nbytes: int) -> bool:
         with _adding:
             in_all = sum(each.nbytes for each in tuple(_all))
         return (
             len(self._blocks) < MAX_BLOCKS
-            and self._numbers < _MAX_NUMBER
             and self.nbytes + nbytes <= MOST_BYTES
             and in_all + nbytes <= MOST_IN_ALL
         )
 
     def _make(self, nbytes: int) -> Block | None:
+        number = next(it for it in self._numbers if it not in self._blocks)
         try:
             descriptor = anonymous_memory()
             try:
                 os.ftruncate(descriptor, nbytes)
                 seal_size(descriptor)
-                block = Block(self._numbers, map_memory(descriptor, nbytes, mmap.MAP_SHARED))
+                block = Block(number, map_memory(descriptor, nbytes, mmap.MAP_SHARED))
                 self._send(BlockMessage(block.number).encode(), descriptor)
             finally:
                 os.close(descriptor)
         except OSError:  # no memory for it, or no room in the socket: slots will do
             return None
-        self._numbers += 1
         self._blocks[block.number] = block
         return block
 
@@ -259,13 +293,13 @@ class TheirBlocks:
         """Return what was written to a block; None if it is not there any more.
 
         Raises:
-            ProtocolError: it is lent already, or not as long as the tensor.
+            ProtocolError: it is lent already, or not as long as the tensor is.
         """
         block = self._blocks.get(number)
         if block is None:
             return None
-        if block.is_lent or block.nbytes != meta.nbytes:
-            raise _broken("a block that is lent already, or of another size")
+        if block.is_lent or block.nbytes < meta.nbytes:
+            raise _broken("a block that is lent already, or too small")
         block.is_lent = True
         return Loan(self, block, lend, meta)
 
@@ -293,6 +327,7 @@ class Loan:
     Attributes:
         blocks: of which link.
         lend: what the owner calls it.
+        nbytes: how much memory is held for it: all of the block.
         raw: the tensor as it lies there, for who reads each byte once, and believes none: the
             owner can change it at any time. Not to be written to.
     """
@@ -300,9 +335,10 @@ class Loan:
     def __init__(self, blocks: TheirBlocks, block: _Theirs, lend: int, meta: TensorMeta) -> None:
         self.blocks = blocks
         self.lend = lend
+        self.nbytes = block.nbytes
         self._meta = meta
         address = ctypes.addressof(block.memory)
-        content = (ctypes.c_ubyte * block.nbytes).from_address(address)
+        content = (ctypes.c_ubyte * meta.nbytes).from_address(address)
         weakref.finalize(content, blocks.end, block, lend).atexit = False
         self.raw = allocate(meta, torch.frombuffer(content, dtype=torch.uint8).untyped_storage())
 

@@ -217,11 +217,11 @@ class Waiter:
                     raise TimeoutError
                 # Rounded up, for a wait that ends a moment too soon would only begin again.
                 found = self._poll.poll(math.ceil(min(nap, left) * 1000))
+                if is_ready():
+                    return  # at once: what the eventfd still holds is drained before the next sleep
                 nap = min(2 * nap, LONGEST_SLEEP)
                 ended = tuple(each for each, _ in found if each != self._descriptor)
                 if ended:
-                    if is_ready():
-                        return
                     raise Gone(ended)
                 if found:
                     self.drain()

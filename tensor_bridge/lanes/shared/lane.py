@@ -13,6 +13,7 @@ import anyio.lowlevel
 import torch
 
 from tensor_bridge.codec import TensorMeta
+from tensor_bridge.copying import copy_in_turns
 from tensor_bridge.errors import TensorChanged
 from tensor_bridge.lanes.lane import Place
 from tensor_bridge.lanes.shared.link import Link
@@ -169,10 +170,8 @@ async def sealed_copy(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     if payload.sealed_by(sealed_memory) is not None:
         return tensor
     try:
-        with contextlib.closing(Writer()) as writer:
-            for piece in payload.spans(PIECE):
-                writer.write(piece)
-                await anyio.lowlevel.checkpoint()
+        with contextlib.closing(Writer(meta.nbytes)) as writer:
+            await _write(writer, payload)
             return allocate(meta, writer.seal().storage)
     except OSError as error:
         _log.warning("no memory to hand over: %s", error.strerror)
@@ -190,11 +189,22 @@ async def sealed_descriptor(tensor: torch.Tensor, meta: TensorMeta) -> int:
     there = payload.sealed_by(sealed_memory)
     if there is not None:
         return os.dup(there)
-    with contextlib.closing(Writer()) as writer:
-        for piece in payload.spans(PIECE):
-            writer.write(piece)
-            await anyio.lowlevel.checkpoint()
+    with contextlib.closing(Writer(meta.nbytes)) as writer:
+        await _write(writer, payload)
         return writer.give()
+
+
+async def _write(writer: Writer, payload: Payload) -> None:
+    whole = payload.whole()
+    if whole is not None:
+        with writer.mapped() as room:
+            await copy_in_turns(
+                room, whole, lambda _: None, is_intact=payload.is_intact, fresh=len(room)
+            )
+        return
+    for piece in payload.spans(PIECE):
+        writer.write(piece)
+        await anyio.lowlevel.checkpoint()
 
 
 def sealed_snapshot(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -203,8 +213,16 @@ def sealed_snapshot(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     Raises:
         QuotaExceeded: this machine has no room for it.
     """
-    with contextlib.suppress(OSError, AttributeError), contextlib.closing(Writer()) as writer:
-        for piece in Payload(tensor, meta).spans(meta.nbytes):
-            writer.write(piece)
+    payload = Payload(tensor, meta)
+    whole = payload.whole()
+    with (
+        contextlib.suppress(OSError, AttributeError),
+        contextlib.closing(Writer(meta.nbytes)) as writer,
+    ):
+        if whole is not None:
+            writer.fill(whole)
+        else:
+            for piece in payload.pieces():
+                writer.write(piece)
         return allocate(meta, writer.seal().storage)
     return allocate(meta).copy_(tensor.detach())

@@ -7,7 +7,7 @@ the other end breaks the protocol or is gone. Then every move on it is told at o
 from __future__ import annotations
 
 import contextlib
-import functools
+import errno
 import logging
 import os
 import socket
@@ -102,7 +102,7 @@ class Link:
         self._unsent: deque[bytes] = deque()
         self._stuck = anyio.Event()
         self._watchers: set[Callable[[], object]] = set()
-        self.blocks = OwnBlocks(functools.partial(send_packet, sock), self._post)
+        self.blocks = OwnBlocks(self._send_memory, self._post)
         """Memory that tensors lie in at the other end."""
         self.their_blocks = TheirBlocks(self._post)
         """The same of the other end's."""
@@ -443,6 +443,16 @@ class Link:
         finally:
             os.close(descriptor)
         return pool
+
+    def _send_memory(self, packet: bytes, descriptor: int) -> None:
+        """Send a packet with a descriptor at once.
+
+        Raises:
+            OSError: there is no room for it, or others wait that come before it.
+        """
+        if self._unsent:
+            raise BlockingIOError(errno.EAGAIN, "others wait")
+        send_packet(self._sock, packet, descriptor)
 
     def _post(self, packet: bytes) -> None:
         """Send a packet, now or as soon as there is room for it.

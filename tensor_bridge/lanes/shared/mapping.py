@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
+from tensor_bridge.huge_pages import HUGE_PAGE, in_huge_pages
+
 __all__ = ["Mapped", "map_memory"]
 
 Mapped: TypeAlias = ctypes.Array[ctypes.c_ubyte]
@@ -29,6 +31,8 @@ def map_memory(
 ) -> Mapped:
     """Map the first `nbytes` of memory; the mapping goes with the last reference to it.
 
+    Memory of a huge page and more begins at a multiple of one, so that it can be in such pages.
+
     Args:
         descriptor: of the memory; it stays the caller's.
         nbytes: how much of it.
@@ -40,20 +44,48 @@ def map_memory(
         OSError: it can't be mapped.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _libc().mmap(None, nbytes, protection, flags, descriptor, 0)
-    if address == _FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+    if nbytes < HUGE_PAGE:
+        address = _map(None, nbytes, protection, flags, descriptor)
+    else:
+        address = _map_aligned(nbytes, protection, flags, descriptor)
     content = (ctypes.c_ubyte * nbytes).from_address(address)
     # Not at exit: tensors may still be used there, and the process takes its memory with it.
     weakref.finalize(content, _unmap, address, nbytes, before).atexit = False
     return content
 
 
+def _map(at: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:
+    address: int = _libc().mmap(at, nbytes, protection, flags, descriptor, 0)
+    if address == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return address
+
+
+def _map_aligned(nbytes: int, protection: int, flags: int, descriptor: int) -> int:
+    """Map it in the middle of room that is a huge page longer, and let go of the rest."""
+    room = nbytes + HUGE_PAGE
+    outer = _map(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    inner = in_huge_pages(outer)
+    end = -(-(inner + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        _map(inner, nbytes, protection, flags | _MAP_FIXED, descriptor)
+    except OSError:
+        _libc().munmap(outer, room)
+        raise
+    if inner > outer:
+        _libc().munmap(outer, inner - outer)
+    if outer + room > end:
+        _libc().munmap(end, outer + room - end)
+    return inner
+
+
 def _unmap(address: int, nbytes: int, before: Callable[[int], object]) -> None:
     before(address)
     _libc().munmap(address, nbytes)
 
+
+_MAP_FIXED = 0x10
 
 _FAILED = ctypes.c_void_p(-1).value
 

@@ -15,8 +15,8 @@ import mesh.blocking
 from auth import SecretKey, allow_any
 from mesh import rpc
 from mesh.rpc import api
-from mesh.rpc.passing import Outgoing
-from mesh.rpc.worker import Worker
+from mesh.rpc.job.worker import Worker
+from mesh.rpc.refs.passing import Outgoing
 from tests.mesh.distributed.nodes import LOOPBACK
 
 __all__ = [

@@ -20,6 +20,7 @@ from mesh.autograd.nodes import Origin
 from mesh.autograd.run import Run
 from mesh.rpc import MeshRpcBackendOptions
 from tests.mesh.autograd.random_programs import CROSSING, WIDTH, Place, generate, weights
+from tests.placements import placed
 from transport import EndpointConfig
 
 places: dict[int, Place] = {}
@@ -143,7 +144,7 @@ def main() -> None:
         send(self, origin, gradients)
 
     Run.send = counted  # type: ignore[method-assign]
-    config = EndpointConfig(bind="127.0.0.1:0", liveness=15.0, placement="loop")
+    config = EndpointConfig(bind="127.0.0.1:0", liveness=15.0, **placed())
     node = blocking.Node.embedded(key=SecretKey.generate(), authorizer=allow_any(), config=config)
     with node:
         rpc.init_rpc(

@@ -20,9 +20,10 @@ from auth import SecretKey, allow_any
 from mesh import autograd, blocking, optim, rpc
 from mesh.autograd.commits import Commits
 from mesh.rpc import Agent, MeshRpcBackendOptions, RefLimits, RRef, api
+from tests.placements import placed
 from transport import EndpointConfig
 
-CONFIG = EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=3.0)
+CONFIG = EndpointConfig(bind="127.0.0.1:0", liveness=3.0, **placed())
 LEASE = 1.0
 
 weight = torch.ones(8, 8, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 
@@ -95,6 +96,52 @@ def test_all_reduce(network_of, size, dtype, numel) -> None:
     results = run_ranks(size, body)
     for result in results:
         assert torch.equal(result, summed_by_host(inputs, network.hosts))
+
+
+FOLDS: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.AVG: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_reduction(network_of, size, dtype) -> None:
+    network = network_of(size)
+    ops = [op for op in FOLDS if not (dtype.is_floating_point and op.startswith("B"))]
+    # Small integers, so that every order and type of accumulation gives the same.
+    numel = 60 * size
+    inputs = [torch.arange(numel, dtype=torch.float32).add(5 * r) % 7 - 3 for r in range(size)]
+
+    def body(rank: int) -> list[list[torch.Tensor]]:
+        found = []
+        for at, kind in enumerate(ops):
+            mine = [inputs[rank].to(dtype, copy=True) for _ in range(3)]
+            part = torch.zeros(numel // size, dtype=dtype)
+            with operation(network, rank, 3 * at) as op:
+                collective.all_reduce(op, mine[0], kind)
+            with operation(network, rank, 3 * at + 1) as op:
+                collective.reduce(op, mine[1], 0, kind)
+            with operation(network, rank, 3 * at + 2) as op:
+                collective.reduce_scatter(op, part, mine[2].chunk(size), kind)
+            found.append([mine[0], mine[1], part])
+        return found
+
+    for rank, found in enumerate(run_ranks(size, body)):
+        for kind, (everywhere, at_root, part) in zip(ops, found, strict=True):
+            wide = torch.int64 if dtype is torch.int8 else dtype
+            total = functools.reduce(FOLDS[kind], [one.to(wide) for one in inputs])
+            if kind is Reduction.AVG:
+                total = total.div(size, rounding_mode="trunc" if wide is torch.int64 else None)
+            assert torch.equal(everywhere, total.to(dtype))
+            assert torch.equal(at_root, total.to(dtype) if rank == 0 else inputs[rank].to(dtype))
+            assert torch.equal(part, total.to(dtype).chunk(size)[rank])
 
 
 def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,7 +82,10 @@ def test_timeout_names_the_sleeper_and_nobody_else(
         error = errors[rank]
         assert isinstance(error, CollectiveTimeout)
         assert error.ranks == (2,)
-        assert f"all_reduce #3 of group 'test' on rank {rank} after 0.3 s" in str(error)
+        # Each by its own clock, and the one may have begun later.
+        assert re.match(
+            rf"all_reduce #3 of group 'test' on rank {rank} after \d+\.\d s: ", str(error)
+        )
         assert "rank 2 (node-2) is still awaited" in str(error)
         assert "node-0" not in str(error)
         assert "node-1" not in str(error)

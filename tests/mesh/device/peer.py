@@ -17,6 +17,7 @@ from mesh import Node, blocking
 from mesh.device import DeviceLimits, DeviceService
 from mesh.device.server.executor import ExecutorLimits
 from mesh.device.server.machine import MachineLimits
+from tests.placements import placed
 from tests.programs import Program
 from transport import EndpointConfig
 from transport.udp import UdpSocket
@@ -24,7 +25,7 @@ from transport.udp import UdpSocket
 __all__ = ["CONFIG", "Peer", "client", "peer"]
 
 CONFIG = EndpointConfig(
-    bind="127.0.0.1:0", placement="loop", liveness=1.0, linger=0.5, connect_timeout=3.0
+    bind="127.0.0.1:0", liveness=1.0, linger=0.5, connect_timeout=3.0, **placed()
 )
 
 

@@ -12,9 +12,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from auth import Authorizer, SecretKey, allow_any
 from mesh.distributed import Options, ProcessGroupMesh
 from mesh.distributed.forming import form_group
+from tests.placements import placed
 from transport import Endpoint, EndpointConfig
 
-LOOPBACK = EndpointConfig(bind="127.0.0.1:0", placement="loop")
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", **placed())
 
 
 class LoopbackNode:

@@ -38,12 +38,17 @@ def start(scenario: str, size: int, tmp_path: Path, way: str = "host") -> list[R
     return [Rank(scenario, rank, size, store, way) for rank in range(size)]
 
 
-def run(scenario: str, size: int, tmp_path: Path) -> list[Any]:
+def run(scenario: str, size: int, tmp_path: Path, way: str = "host") -> list[Any]:
     """Run a scenario on `size` ranks, each of which must end cleanly; return their results."""
-    ranks = start(scenario, size, tmp_path)
+    ranks = start(scenario, size, tmp_path, way)
     try:
         return [rank.result() for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.communicate()
+        end(ranks)
+
+
+def end(ranks: list[Rank]) -> None:
+    """Let nothing of them outlive the test."""
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.communicate()

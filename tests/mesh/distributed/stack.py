@@ -28,8 +28,8 @@ STEPS = 3
 def stack(rank: int, size: int) -> Any:
     """Run all parts."""
     parts: list[Callable[[int, int], float]] = [
-        data_parallel, compressed, power_sgd, zero, uneven, sharded, distributed_tensor, functions,
-        coalesced,
+        data_parallel, compressed, power_sgd, zero, fewer, uneven, uneven_accumulating, sharded,
+        distributed_tensor, functions, coalesced,
     ]  # fmt: skip
     return {part.__name__: float(part(rank, size)) for part in parts}
 
@@ -129,6 +129,61 @@ def uneven(rank: int, size: int) -> float:
             (loss_of(expected, step, each) / size).backward()
         optimizer.step()
     return apart(model, expected)
+
+
+def uneven_accumulating(rank: int, size: int) -> float:
+    """The same, each step with the gradients of two inputs, of which one alone is exchanged."""
+    model = build()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([wrapped]):
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            with wrapped.no_sync():
+                loss_of(wrapped, 2 * step, rank).backward()
+            loss_of(wrapped, 2 * step + 1, rank).backward()
+            optimizer.step()
+    expected = build()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(size):
+        optimizer.zero_grad()
+        for each in range(step, size):
+            for part in (2 * step, 2 * step + 1):
+                (loss_of(expected, part, each) / size).backward()
+        optimizer.step()
+    return apart(model, expected)
+
+
+def fewer(rank: int, size: int) -> float:
+    """The state of an optimizer that is split among all ranks goes on among fewer, and at one."""
+    model = build()
+    wrapped = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    train(wrapped, optimizer, rank)
+    optimizer.consolidate_state_dict(0)
+    states = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(states, 0)
+    found = [0.0]
+    for count in (1, size - 1):
+        group = dist.new_group(list(range(count)))
+        if rank >= count:
+            continue
+        copies = [copy.deepcopy(model) for _ in range(2)]
+        optimizers = (
+            ZeroRedundancyOptimizer(
+                copies[0].parameters(), torch.optim.Adam, process_group=group, lr=0.1
+            ),
+            torch.optim.Adam(copies[1].parameters(), lr=0.1),
+        )
+        for each, one in zip(copies, optimizers, strict=True):
+            one.load_state_dict(copy.deepcopy(states[0]))
+            one.zero_grad()
+            loss_of(each, STEPS, 0).backward()
+            one.step()
+        assert apart(copies[1], model) > 0.001
+        found.append(apart(*copies))
+        dist.destroy_process_group(group)
+    return max(found)
 
 
 def sharded(rank: int, size: int) -> float:

@@ -513,6 +513,20 @@ def test_missing_ranks_are_named() -> None:
         process_group(node, dist.HashStore(), 0, 2, timeout=0.3)
 
 
+def test_all_missing_ranks_are_named_and_who_came() -> None:
+    with loopback_node() as one, loopback_node() as two:
+        nodes, store = {0: one, 3: two}, dist.HashStore()
+
+        def form(at: int) -> None:
+            process_group(nodes[3 * at], store, 3 * at, 5, timeout=0.5)
+
+        for me, came, error in zip((0, 3), (3, 0), outcomes(2, form), strict=True):
+            assert isinstance(error, CollectiveTimeout)
+            assert error.ranks == (1, 2, 4)
+            assert "ranks 1, 2, 4 have not come" in str(error)
+            assert f"Beside rank {me} rank {came} came" in str(error)
+
+
 def test_options_say_which_node() -> None:
     with loopback_node() as node:
         assert options_in_use() is None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -48,8 +49,10 @@ class Ranks:
         self.groups: list[ProcessGroupMesh] = []
         self.network = MemoryNetwork(1)
 
-    def __call__(self, size: int, *, timeout: float = 10.0, eager: bool = True) -> list[Any]:
-        self.network = MemoryNetwork(size, eager=eager)
+    def __call__(
+        self, size: int, *, timeout: float = 10.0, eager: bool = True, **kinds: Any
+    ) -> list[Any]:
+        self.network = MemoryNetwork(size, eager=eager, **kinds)
         limit = timedelta(seconds=timeout)
         self.groups = [ProcessGroupMesh(x, dist.HashStore(), limit) for x in self.network.ranks]
         return self.groups
@@ -180,6 +183,59 @@ def test_single_tensor_forms(ranks, size) -> None:
             assert torch.equal(found[name], torch.cat(inputs))
         assert torch.equal(found["sum"], sum(inputs))
         assert torch.equal(found["alike"], sum(inputs))
+
+
+IN_PLACE: dict[str, Callable[[Any, torch.Tensor, slice], Any]] = {
+    "all_to_all_single": lambda group, x, part: group.all_to_all_single(x, x, [], []),
+    "all_to_all": lambda group, x, part: group.alltoall(list(x.chunk(3)), list(x.chunk(3))),
+    "all_gather_single": lambda group, x, part: group.all_gather_single(x, x[part]),
+    "all_gather": lambda group, x, part: group.allgather([list(x.chunk(3))], [x[part]]),
+    "reduce_scatter_single": lambda group, x, part: group.reduce_scatter_single(x[part], x),
+    "reduce_scatter": lambda group, x, part: group.reduce_scatter([x[part]], [list(x.chunk(3))]),
+    "gather": lambda group, x, part: group.gather(
+        [list(x.chunk(3))] if group.rank() == 0 else [], [x[part]], dist.GatherOptions()
+    ),
+    "scatter": lambda group, x, part: group.scatter(
+        [x[part]], [list(x.chunk(3))] if group.rank() == 0 else [], dist.ScatterOptions()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [{"eager": False}, {"slow": 0}, {"box_bytes": 4096}], ids=str)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_sent_may_lie_where_results_go(ranks, name, kind) -> None:
+    """A part of one tensor is the input, and the rest or all of it the output, or the reverse."""
+    chunk = 1024  # several boxes
+    inputs = [torch.arange(3.0 * chunk) + 4096 * rank for rank in range(3)]
+
+    def results(first: int, is_apart: bool) -> list[torch.Tensor]:
+        groups = ranks(3, **kind)
+
+        def body(rank: int) -> torch.Tensor:
+            x, at = inputs[rank].clone(), first + rank * chunk // 2
+            part = slice(at % (2 * chunk), at % (2 * chunk) + chunk)
+            group = Apart(groups[rank], x) if is_apart else groups[rank]
+            IN_PLACE[name](group, x, part).wait()
+            return x
+
+        return run_ranks(3, body)
+
+    for first in (0, chunk // 2, chunk):
+        assert all(map(torch.equal, results(first, False), results(first, True)))
+
+
+class Apart:
+    """A group that takes copies of the inputs, where they lie in the memory of a tensor."""
+
+    def __init__(self, group: Any, whole: torch.Tensor) -> None:
+        self.group = group
+        self.whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        def call(outs: Any, inputs: Any, *rest: Any) -> Any:
+            return getattr(self.group, name)(outs, copy.deepcopy(inputs), *rest)
+
+        return self.group.rank if name == "rank" else call
 
 
 def test_all_to_all_single_with_uneven_and_empty_splits(ranks) -> None:
@@ -456,6 +512,29 @@ def test_one_of_several_coalesced_operations_fails_them_all(ranks) -> None:
     groups[0].send([torch.ones(1)], 1, 3)
     with pytest.raises(CollectiveTimeout, match="rank 1"):
         groups[0]._end_coalescing(torch.device("cpu")).wait()
+
+
+def test_a_block_that_raises_coalesces_no_further(ranks) -> None:
+    (group,) = ranks(1)
+    held = []
+
+    def start_one() -> None:
+        tensor = torch.ones(4096)
+        held.append(weakref.ref(tensor))
+        group.allreduce([tensor]).wait()
+
+    def fail() -> None:
+        with dist._coalescing_manager(group, torch.device("cpu")):
+            start_one()
+            assert held[0]() is not None  # it is collected
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    dist.distributed_c10d._world.pg_coalesce_state.pop(group)  # which torch forgets
+    start_one()
+    gc.collect()
+    assert [one() for one in held] == [None, None]
 
 
 # Work and Future.

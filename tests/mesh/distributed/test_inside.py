@@ -112,18 +112,57 @@ def test_values(ranks: Ranks, hosts: str) -> None:
     assert ranks.calls.count("broadcast") == size * with_others
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_hosts_with_and_without_gloo_come_to_the_same(ranks: Ranks, dtype: torch.dtype) -> None:
+    groups = ranks.form("aab")  # the last is alone on its host
+
+    def body(rank: int) -> list[torch.Tensor]:
+        found = []
+        for op, _ in OPERATIONS.values():
+            tensor = (torch.arange(64) % 7 + rank / 3).to(dtype)
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            groups[rank].allreduce([tensor], options).wait()
+            found.append(tensor)
+        return found
+
+    results = run_ranks(3, body)
+    for found in results[1:]:
+        assert all(map(torch.equal, found, results[0]))
+    inputs = torch.stack([torch.arange(64) % 7 + rank / 3 for rank in range(3)])
+    close = {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(results[0][0].float(), inputs.sum(0), **close)
+    torch.testing.assert_close(results[0][1].float(), inputs.mean(0), **close)
+
+
+def test_numbers_that_are_only_marked_as_negative(ranks: Ranks) -> None:
+    groups = ranks.form("aa")
+
+    def body(rank: int) -> float:
+        tensor = torch._neg_view(torch.tensor([rank + 1.0]))
+        options = dist.AllreduceOptions()
+        options.reduceOp = ReduceOp.MAX
+        groups[rank].allreduce([tensor], options).wait()
+        return tensor.item()
+
+    assert run_ranks(2, body) == [-1.0] * 2
+
+
 def test_what_gloo_does_not_know_goes_over_the_mesh(ranks: Ranks) -> None:
     groups = ranks.form("aa")
 
     def body(rank: int) -> list[Any]:
         truth, bits = torch.tensor([rank == 1]), torch.tensor([rank + 1])
+        small = torch.tensor([200], dtype=torch.uint8)  # the sum of two is none of its kind
         groups[rank].allreduce([truth]).wait()
         options = dist.AllreduceOptions()
         options.reduceOp = ReduceOp.BXOR
         groups[rank].allreduce([bits], options).wait()
-        return [truth.item(), bits.item()]
+        options.reduceOp = ReduceOp.AVG
+        groups[rank].allreduce([small], options).wait()
+        return [truth.item(), bits.item(), small.item()]
 
-    assert run_ranks(2, body) == [[True, 3]] * 2
+    assert run_ranks(2, body) == [[True, 3, 200]] * 2
     assert ranks.calls == []
 
 

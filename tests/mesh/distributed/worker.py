@@ -121,19 +121,36 @@ def objects(rank: int, size: int) -> Any:
 
 
 def subgroups(rank: int, size: int) -> Any:
-    evens = dist.new_group(list(range(0, size, 2)), timeout=timedelta(seconds=7))
+    """Reduce in groups of some ranks and of all, that have options of their own."""
+    node = dist.group.WORLD.options.node
+    links = node.endpoint.connections
+    options = mesh.distributed.Options(node, "test", objects=False)
+    limit = timedelta(seconds=0.5)
+    evens = dist.new_group(list(range(0, size, 2)), timeout=limit, pg_options=options)
     everyone = dist.new_group()
-    found = []
+    found: list[Any] = []
     tensor = torch.tensor([float(rank + 1)])
     if rank % 2 == 0:
         dist.all_reduce(tensor, group=evens)
-        found.append(evens._engine.timeout)
+        assert [dist.get_group_rank(evens, each) for each in range(0, size, 2)] == [0, 1]
+        try:
+            dist.all_gather_object([None] * 2, rank, group=evens)
+        except ValueError as error:
+            found.append("object" in str(error))
     found.append(tensor.item())
     again = torch.tensor([1.0])
     dist.all_reduce(again, group=everyone)
     dist.destroy_process_group(everyone)
+    if rank == 0:
+        began = time.monotonic()
+        try:
+            dist.barrier(evens)
+        except RuntimeError as error:
+            found += [error.ranks, 0.4 < time.monotonic() - began < 5]  # type: ignore[attr-defined]
     dist.all_reduce(again)
     found.append(again.item())
+    assert len(links) == size - 1
+    assert node.endpoint.connections == links, "a group dialled anew"
     dist.destroy_process_group()
     return found
 
@@ -222,9 +239,9 @@ def killed(rank: int, size: int) -> Any:
     except Exception as error:
         raised_at = time.time()
         time.sleep(0.5)  # what was on its way arrives and is dropped
-        cpu = time.process_time()
-        time.sleep(0.5)
-        burnt = time.process_time() - cpu
+        cpu, began = time.process_time(), time.monotonic()
+        time.sleep(1.0)
+        burnt = (time.process_time() - cpu) / (time.monotonic() - began)
         ranks = list(getattr(error, "ranks", ()))
         shared = dist.group.WORLD._engine.exchange.board is not None
         dist.destroy_process_group()
@@ -269,11 +286,11 @@ def load_data(rank: int, size: int) -> Any:
 
 
 def fall_off(rank: int, size: int) -> Any:
-    """Leave neither the group nor the node: the interpreter must still end well."""
+    """Leave neither the group nor the node: the interpreter must still end well, and soon."""
     tensor = torch.ones(10)
     dist.all_reduce(tensor)
     dist.all_reduce(tensor, async_op=True)
-    return tensor[0].item() >= size
+    return [tensor[0].item() >= size, time.time()]
 
 
 def send_large(rank: int, size: int) -> Any:
@@ -291,8 +308,8 @@ def send_large(rank: int, size: int) -> Any:
 
 
 def send_and_leave(rank: int, size: int, *, leave: bool = True) -> Any:
-    """Rank 0 sends 16 MiB, far more than any buffer holds, and leaves the group at once."""
-    tensor = torch.arange(1 << 22, dtype=torch.int32)
+    """Rank 0 sends 64 MiB, far more than any buffer holds, and leaves the group at once."""
+    tensor = torch.arange(1 << 24, dtype=torch.int32)
     if rank == 0:
         dist.isend(tensor, 1)
         if leave:

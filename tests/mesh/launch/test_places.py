@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mesh.launch.job import Plan
+from mesh import Home
+from mesh.errors import PlaceError
+from mesh.launch.job import Job, Plan
 from mesh.launch.output import MAX_LINE, Lines
-from mesh.launch.places import PlaceError, machines, rank_and_size
+from mesh.launch.places import machines, rank_and_size
+from mesh.store import StoreService
+from tests.mesh import nodes
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,23 @@ def test_a_plan_places_its_ranks() -> None:
     for wrong in ({"ranks": 0}, {"machines": 0}, {"machine": 1}):
         with pytest.raises(PlaceError):
             Plan(("true",), "j", **wrong)
+
+
+@pytest.mark.anyio
+async def test_c07_a_machine_too_many_is_told_so(tmp_path: Path) -> None:
+    async with nodes.node() as keeper:
+        StoreService(keeper.endpoint).hold("j")
+        plan = Plan(("true",), "j", machines=2, ticket=keeper.ticket())
+        places = []
+        for number in range(3):
+            async with nodes.node() as node:
+                job = Job(Home(tmp_path / str(number)), plan, print)
+                if number < 2:
+                    places.append((await job._place(node))[2])
+                    continue
+                with pytest.raises(PlaceError, match="for 2 machines, and as many have come"):
+                    await job._place(node)
+        assert places == [0, 1]
 
 
 def test_lines_are_whole_and_bounded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,10 @@ def test_one_rank_has_no_prefix_and_modules_run(tmp_path: Path) -> None:
     [
         ("sys.exit(7)", 7, "rank 1 ended with exit code 7"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 ended with signal SIGKILL"),
+        pytest.param(
+            *("os.kill(os.getpid(), 40)", 168, "rank 1 ended with signal 40"),
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="real-time signals"),
+        ),
     ],
 )
 def test_the_first_failure_ends_all_and_is_the_exit_code(
@@ -122,6 +127,26 @@ def test_signals_go_to_all_ranks(tmp_path: Path, number: int) -> None:
     else:
         assert errors.count("terminated") == 2
     assert gone(ranks)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signals")
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_c08_a_notice_is_passed_on_and_ends_nothing_by_itself(tmp_path: Path, name: str) -> None:
+    code = (
+        f"import signal; signal.signal(signal.{name}, lambda *_: (print('saved'), sys.exit(0)))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    with running(tmp_path, code) as program:
+        assert program.stdout is not None
+        ready = 0
+        while ready < 2:
+            line = program.stdout.readline()
+            assert line, "it ended"
+            ready += "ready" in line
+        program.send_signal(getattr(signal, name))
+        out, errors = program.communicate(timeout=30)
+    assert program.returncode == 0, errors
+    assert out.count("saved") == 2
 
 
 @pytest.mark.slow  # for they have their five seconds

@@ -13,8 +13,9 @@ import torch
 from auth import AccessDenied, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import TransportError
-from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable, parts
-from mesh.rpc.targets import Target
+from mesh.rpc import NotExposed, RemoteException, RpcTimeout, Unsendable
+from mesh.rpc.names.targets import Target
+from mesh.rpc.tensors import parts
 from mesh.rpc.wire import Answer, Beside, RefNotes, Request
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes

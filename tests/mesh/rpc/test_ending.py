@@ -13,8 +13,9 @@ import pytest
 
 from auth import SecretKey, allow_any
 from mesh import blocking, rpc
-from mesh.rpc import MeshRpcBackendOptions, RpcError, RpcTimeout, ending
+from mesh.rpc import MeshRpcBackendOptions, RpcError, RpcTimeout
 from mesh.rpc.activity import Activity
+from mesh.rpc.job import ending
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents

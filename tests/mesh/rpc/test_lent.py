@@ -14,7 +14,7 @@ import torch
 from auth import MeshError, NodeId
 from mesh import rpc
 from mesh.rpc import Agent
-from mesh.rpc.carriage import MOST_LENT
+from mesh.rpc.tensors.carriage import MOST_LENT
 from mesh.rpc.wire import PART_SERVICE, Request
 from tensor_bridge.lanes import LaneConfig
 from tensor_bridge.lanes.shared.blocks import LEAST_BYTES, OwnBlocks

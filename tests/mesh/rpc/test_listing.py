@@ -18,8 +18,8 @@ from mesh import Home, Node
 from mesh.cli.app import app
 from mesh.cli.refs import _row
 from mesh.daemon import Daemon
-from mesh.rpc import listing
-from mesh.rpc.listing import LIST_CALL, Listing
+from mesh.rpc.refs import listing
+from mesh.rpc.refs.listing import LIST_CALL, Listing
 from tests.mesh import nodes
 from tests.mesh.nodes import LOOPBACK
 from tests.mesh.rpc import exposures

@@ -14,7 +14,7 @@ import torch
 from auth import NodeId, SecretKey, allow_any
 from mesh import autograd, blocking, rpc
 from mesh.rpc import MeshRpcBackendOptions, RpcTimeout
-from mesh.rpc.holding import Held
+from mesh.rpc.refs.holding import Held
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
 

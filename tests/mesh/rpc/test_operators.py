@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from mesh.rpc import operators
 from mesh.rpc.errors import NotExposed, RpcError
-from mesh.rpc.operators import call_operator
-from mesh.rpc.placement import Placement
+from mesh.rpc.names import operators
+from mesh.rpc.names.operators import call_operator
+from mesh.rpc.tensors.placement import Placement
 from tensor_bridge import QuotaExceeded
 
 A, B = torch.randn(3, 4), torch.randn(4, 5)
@@ -76,7 +76,7 @@ def test_every_name_stands_for_an_operator() -> None:
 def test_a_size_that_is_plain_takes_no_compiler() -> None:
     program = """
 import sys, torch
-from mesh.rpc.operators import call_operator
+from mesh.rpc.names.operators import call_operator
 one = torch.ones(1000, 1000)
 for name, args in (("torch.add", (one, one)), ("torch.matmul", (one, one)), ("torch.sum", (one,))):
     call_operator(name, args, {}, max_bytes=1 << 30, place=torch.device)

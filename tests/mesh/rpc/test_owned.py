@@ -6,7 +6,7 @@ import pytest
 
 from auth import SecretKey
 from mesh.rpc.errors import RefLost
-from mesh.rpc.owned import OwnerTable, RefLimits, new_id
+from mesh.rpc.refs.owned import OwnerTable, RefLimits, new_id
 from mesh.rpc.wire import Fork
 from transport import LimitExceeded
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mesh.rpc.carriage import beside, together
-from mesh.rpc.exposed import Exposures
-from mesh.rpc.patterns import answer_pattern, request_pattern, write_answer, write_request
-from mesh.rpc.targets import target_of
-from mesh.rpc.types import TypeTable
-from mesh.rpc.values import Packer, Unpacker
+from mesh.rpc.encoding.patterns import answer_pattern, request_pattern, write_answer, write_request
+from mesh.rpc.encoding.values import Packer, Unpacker
+from mesh.rpc.names.exposed import Exposures
+from mesh.rpc.names.targets import target_of
+from mesh.rpc.names.types import TypeTable
+from mesh.rpc.tensors.carriage import beside, together
 from mesh.rpc.wire import Answer, Request
 from transport import ProtocolError
 

@@ -17,6 +17,7 @@ from auth import Grant, allow_any
 from mesh import rpc
 from mesh.nn import RemoteModule
 from mesh.rpc import Agent, PickleRefused, RpcError, Unsendable
+from mesh.rpc.encoding.pickled import may_unpickle
 from tensor_bridge import describe, encode_meta
 from tests.mesh import nodes
 from tests.mesh.rpc import exposures
@@ -184,5 +185,5 @@ async def test_grants_say_it_by_name() -> None:
         ({"rpc"}, False),
         ({"rpc:*"}, False),
     ):
-        assert rpc.pickled.may_unpickle(Grant(frozenset(scopes))) is allowed
-    assert not rpc.pickled.may_unpickle(None)
+        assert may_unpickle(Grant(frozenset(scopes))) is allowed
+    assert not may_unpickle(None)

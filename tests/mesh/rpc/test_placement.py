@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mesh.rpc import RpcError
-from mesh.rpc.placement import Placement, check_maps, own_device
+from mesh.rpc.tensors.placement import Placement, check_maps, own_device
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
 

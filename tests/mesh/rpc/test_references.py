@@ -15,8 +15,8 @@ from auth import AccessDenied, Denial, FetchRequest, Grant, PeerIdentity, Secret
 from mesh import rpc
 from mesh.errors import UnknownPeer
 from mesh.rpc import NotExposed, RefLimits, RefLost, RpcTimeout, agent
-from mesh.rpc.owned import new_id
-from mesh.rpc.targets import Target
+from mesh.rpc.names.targets import Target
+from mesh.rpc.refs.owned import new_id
 from mesh.rpc.wire import CALL_SERVICE, Answer, Beside, Request
 from tensor_bridge import QuotaExceeded
 from tests.mesh import nodes

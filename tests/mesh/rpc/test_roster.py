@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 
 from auth import SecretKey
 from mesh.rpc import RpcError, RpcTimeout, WorkerInfo
-from mesh.rpc.roster import Roster
+from mesh.rpc.job.roster import Roster
 
 NODE = SecretKey.generate().node_id
 WHERE = (("127.0.0.1", 1),)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mesh.rpc.sizes import nbytes_of
+from mesh.rpc.tensors.sizes import nbytes_of
 
 WHOLE = torch.zeros(100)
 

@@ -18,8 +18,8 @@ from auth import AccessDenied, SecretKey, allow_any
 from mesh import rpc
 from mesh.errors import TransportError
 from mesh.rpc import Agent, NotExposed, RpcError, RpcTimeout, Unsendable
-from mesh.rpc.serve_stream import AHEAD
-from mesh.rpc.targets import Target
+from mesh.rpc.answering.serve_stream import AHEAD
+from mesh.rpc.names.targets import Target
 from mesh.rpc.wire import STREAM_SERVICE, Beside, Request, Wanted
 from tests.mesh import nodes
 from tests.mesh.rpc.nodes import SHORT, agents, freed

@@ -26,7 +26,8 @@ import mesh.blocking
 from auth import AccessDenied, SecretKey, allow_any
 from mesh import Node, rpc
 from mesh.errors import MeshError, ProtocolError
-from mesh.rpc import MeshRpcBackendOptions, Unsendable, asking
+from mesh.rpc import MeshRpcBackendOptions, Unsendable
+from mesh.rpc.calling import asking
 from mesh.rpc.wire import CALL_SERVICE, Answer
 from tests.mesh import nodes
 from tests.mesh.collective.exchange_memory import outcomes
@@ -34,6 +35,7 @@ from tests.mesh.distributed.nodes import LoopbackNode, process_group
 from tests.mesh.nodes import LOOPBACK
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.nodes import agents
+from tests.placements import placed
 from transport import EndpointConfig, LimitExceeded, cbor
 
 rpc.expose(__name__)
@@ -347,10 +349,8 @@ def test_b15_nobody_is_waited_for_before_the_first_call(tmp_path: Path) -> None:
 
 
 def test_b16_a_handler_uses_collectives_tensor_moves_and_further_calls() -> None:
-    store, patient = (
-        dist.HashStore(),
-        EndpointConfig(bind="127.0.0.1:0", placement="loop", liveness=10.0),
-    )
+    store = dist.HashStore()
+    patient = EndpointConfig(bind="127.0.0.1:0", liveness=10.0, **placed())
     with blocking_node(patient) as one, blocking_node(patient) as two:
         for node in (one, two):
             node.run(node.node.rpc)

@@ -20,11 +20,12 @@ from mesh import blocking, rpc
 from mesh.rpc import MeshRpcBackendOptions
 from tests.mesh.rpc import exposures
 from tests.mesh.rpc.remote_modules import use_modules
+from tests.placements import placed
 from transport import EndpointConfig
 
 NAMES = ("alpha", "beta", "gamma")
 
-LOOPBACK = EndpointConfig(bind="127.0.0.1:0", placement="loop", linger=1.0)
+LOOPBACK = EndpointConfig(bind="127.0.0.1:0", linger=1.0, **placed())
 
 
 def use(rank: int) -> None:

@@ -14,8 +14,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from mesh.collective import RankLost
-from mesh.train import EarlyStop, History, Strategy, ddp, fit, sharded_optimizer, single
-from mesh.train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from mesh.train import (
+    CheckpointError,
+    EarlyStop,
+    History,
+    Strategy,
+    ddp,
+    fit,
+    load_checkpoint,
+    save_checkpoint,
+    sharded_optimizer,
+    single,
+)
 from tests.mesh.train.models import OPTIMIZERS, batches, compute, mlp, plain
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {

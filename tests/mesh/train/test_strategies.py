@@ -153,7 +153,14 @@ def test_evaluation_is_the_mean_over_all_examples(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("before", "after"), [("ddp-3", "single"), ("single", "ddp-3"), ("sharded-4", "sharded-1")]
+    ("before", "after"),
+    [
+        ("ddp-3", "single"),
+        ("single", "ddp-3"),
+        ("sharded-4", "sharded-1"),
+        ("sharded-1", "sharded-4"),
+        ("sharded-4", "ddp-3"),
+    ],
 )
 def test_a_state_goes_on_over_other_devices(before: str, after: str, optimizer: str) -> None:
     model, data, make = mlp().double(), batches(8, 6), OPTIMIZERS[optimizer]

@@ -22,10 +22,17 @@ from tensor_bridge import (
     tensor_bytes,
 )
 from tensor_bridge.codec import describe
+from tensor_bridge.huge_pages import HUGE_PAGE
 from tensor_bridge.lanes.shared import blocks
-from tensor_bridge.lanes.shared.blocks import KEEP_SECONDS, LEAST_BYTES, OwnBlocks, TheirBlocks
+from tensor_bridge.lanes.shared.blocks import (
+    KEEP_SECONDS,
+    LEAST_BYTES,
+    OwnBlocks,
+    TheirBlocks,
+    room_for,
+)
 from tensor_bridge.lanes.shared.host import unavailable
-from tensor_bridge.lanes.shared.protocol import MAX_BLOCKS, ReturnedMessage
+from tensor_bridge.lanes.shared.protocol import MAX_BLOCKS, ForgottenMessage, ReturnedMessage
 from tensor_bridge.serve_keep import FIND_CALL, KEEP_CALL
 from tests.tensor_bridge.nodes import LANES, Node, eventually, node, together
 from tests.tensor_bridge.shared.test_broken import link
@@ -39,6 +46,7 @@ pytestmark = [
 ]
 
 SIZE = LEAST_BYTES + 5
+WHOLE = room_for(SIZE)
 
 
 @pytest.fixture
@@ -70,20 +78,18 @@ def lies_outside(a: Node, ref: TensorRef) -> bool:
 async def test_what_was_put_lies_there_and_is_read_back(nodes: tuple[Node, Node, Node]) -> None:
     a, _, client = nodes
     at_a = await client.client(a)
-    first = await at_a.put(tensor_of(1))
-    assert not lies_outside(a, first)  # no tensor as long was deleted yet
-    await at_a.delete(first)
+    await at_a.delete(await at_a.put(tensor_of(1, LEAST_BYTES - 1)))  # which has them meet
     for seed in range(2, 6):
         ref = await at_a.put(tensor_of(seed), name="w")
         assert lies_outside(a, ref)
         assert a.store.get(ref.object_id).name == "w"
-        assert a.store.used(client.endpoint.node_id) == (SIZE, 1)
+        assert a.store.used(client.endpoint.node_id) == (WHOLE, 1)
         assert same(await at_a.get(ref), tensor_of(seed))
         assert (await at_a.info(ref.object_id)).version == ref.version
         await at_a.delete(ref)
         assert len(a.store) == 0
     assert len(link(client, a).blocks) == 1  # the same each time
-    assert link(client, a).blocks.nbytes == SIZE
+    assert link(client, a).blocks.nbytes == WHOLE
 
 
 async def test_no_stream_is_opened_for_it(
@@ -148,7 +154,7 @@ async def test_the_peers_program_has_a_copy_that_the_owner_can_not_change(
     tensor[0] += 1
     assert stored.version != version
     await eventually(lambda: block.free_since is not None)
-    block.view[:] = bytes(SIZE)
+    block.view[:SIZE] = bytes(SIZE)
     assert (await at_a.get(ref))[1:].equal(tensor_of(1)[1:])
 
 
@@ -178,16 +184,18 @@ async def test_a_tensor_that_changes_is_not_kept(nodes: tuple[Node, Node, Node])
 
 
 async def test_quota_is_asked_before_anything_is_kept() -> None:
-    limits, shared = StoreLimits(max_bytes_per_owner=SIZE + 10), LANES["shared-memory"]
+    limits, shared = StoreLimits(max_bytes_per_owner=WHOLE + SIZE), LANES["shared-memory"]
     async with together(node(store=limits, lanes=shared), node(lanes=shared)) as (a, client):
         at_a = await ready(client, a)
         ref = await at_a.put(tensor_of(1))
-        link(client, a).blocks.expect(SIZE)
+        second = await at_a.put(tensor_of(2))  # there is room for it, and not for a block
+        assert lies_outside(a, ref)
+        assert not lies_outside(a, second)
         with pytest.raises(QuotaExceeded):
-            await at_a.put(tensor_of(2))
-        assert a.store.used() == (SIZE, 1)
-        assert same(await at_a.get(ref), tensor_of(1))
-        assert link(client, a).blocks.nbytes == SIZE  # that of the refused is not kept
+            await at_a.put(tensor_of(3))
+        assert a.store.used() == (WHOLE + SIZE, 2)
+        for each, seed in ((ref, 1), (second, 2)):
+            assert same(await at_a.get(each), tensor_of(seed))
 
 
 class Without:
@@ -308,35 +316,75 @@ class Ends:
     def __init__(self) -> None:
         self.told: list[bytes] = []
         self.theirs = TheirBlocks(self.told.append)
-        self.own = OwnBlocks(self._send, self.told.append)
+        self.own = OwnBlocks(self._send, self._forget)
         self.sent = 0
+
+    def _forget(self, packet: bytes) -> None:
+        self.told.append(packet)
+        self.theirs.forget(packet[3])
 
     def _send(self, packet: bytes, descriptor: int) -> None:
         self.theirs.add(packet[3], descriptor)
         self.sent += 1
 
 
-def test_a_block_is_made_only_for_what_was_deleted_lately(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends()
-    assert ends.own.take(SIZE) is None
-    ends.own.expect(LEAST_BYTES - 1)
-    assert ends.own.take(LEAST_BYTES - 1) is None
-    ends.own.expect(SIZE)
-    assert ends.own.take(SIZE + 1) is None
-    block = ends.own.take(SIZE)
+def test_little_of_a_block_is_unused() -> None:
+    for size in (LEAST_BYTES, SIZE, 3 * HUGE_PAGE + 1, 4 * HUGE_PAGE, 4 * HUGE_PAGE + 1):
+        assert size <= room_for(size) <= 1.25 * size
+    assert room_for(4 * HUGE_PAGE + 1) == 5 * HUGE_PAGE
+
+
+def test_a_block_is_used_again_for_what_needs_most_of_it() -> None:
+    ends, large = Ends(), 16 * HUGE_PAGE
+    block = ends.own.take(large)
     assert block is not None
-    ends.own.returned(ends.own.lend(block))
-    monkeypatch.setattr(blocks, "KEEP_SECONDS", -1.0)
-    assert ends.own.take(SIZE) is block
-    assert ends.own.take(SIZE) is None
+    assert block.nbytes == large
+    ends.own.returned(ends.own.lend(block, large))
+    assert ends.own.take(large // 2) is not block
+    assert ends.own.take(large + 1) is not block
+    again = ends.own.take(large - 3 * HUGE_PAGE)
+    assert again is block
+    assert ends.own.take(LEAST_BYTES - 1) is None
+    assert ends.own.take(blocks.MOST_BYTES + 1) is None
+
+
+def test_the_free_make_room_for_what_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MOST_BYTES", 12 * HUGE_PAGE)
+    ends = Ends()
+    lent, first, second = (ends.own.take(4 * HUGE_PAGE) for _ in range(3))
+    assert lent is not None
+    assert first is not None
+    assert second is not None
+    for block in (first, second):
+        ends.own.returned(ends.own.lend(block, 4 * HUGE_PAGE))
+    assert ends.own.take(9 * HUGE_PAGE) is None
+    assert len(ends.own) == 3  # nothing is forgotten where that does not help
+    assert ends.own.take(7 * HUGE_PAGE) is not None
+    assert len(ends.own) == 2  # the lent one is there, and not one of the free
+    assert ends.own.take(HUGE_PAGE) is not None
+    assert ends.own.take(HUGE_PAGE) is None
+    assert ends.told == [ForgottenMessage(it.number).encode() for it in (first, second)]
+
+
+def test_numbers_are_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_BLOCK", 2)
+    ends = Ends()
+    kept = ends.own.take(SIZE)
+    assert kept is not None
+    seen = []
+    for _ in range(4):
+        block = ends.own.take(SIZE)
+        assert block is not None
+        seen.append(block.number)
+        ends.own.drop(block)
+    assert (kept.number, seen) == (0, [1, 2, 1, 2])
 
 
 def test_a_block_that_is_read_from_is_not_written_to() -> None:
     ends = Ends()
-    ends.own.expect(SIZE)
     block = ends.own.take(SIZE)
     assert block is not None
-    lend = ends.own.lend(block)
+    lend = ends.own.lend(block, SIZE)
     assert ends.own.lent(lend) is block
     block.readers += 1
     ends.own.returned(lend)
@@ -349,11 +397,9 @@ def test_a_block_that_is_read_from_is_not_written_to() -> None:
 @pytest.mark.parametrize("bound", ["MOST_BYTES", "MOST_IN_ALL", "MAX_BLOCKS"])
 def test_bounds_of_the_owner(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     already = sum(each.nbytes for each in blocks._all)
-    most = {"MOST_BYTES": 2 * SIZE, "MOST_IN_ALL": already + 2 * SIZE, "MAX_BLOCKS": 2}[bound]
+    most = {"MOST_BYTES": 2 * WHOLE, "MOST_IN_ALL": already + 2 * WHOLE, "MAX_BLOCKS": 2}[bound]
     monkeypatch.setattr(blocks, bound, most)
     ends, other = Ends(), Ends()
-    for each in (ends, other):
-        each.own.expect(SIZE)
     taken = [ends.own.take(SIZE) for _ in range(4)]
     assert sum(block is not None for block in taken) == 2
     assert (other.own.take(SIZE) is None) == (bound == "MOST_IN_ALL")
@@ -361,7 +407,6 @@ def test_bounds_of_the_owner(bound: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_other_threads_let_go_of_is_told_later() -> None:
     ends = Ends()
-    ends.own.expect(SIZE)
     block, meta = ends.own.take(SIZE), describe(tensor_of(0))
     assert block is not None
     loan = ends.theirs.lend(block.number, 7, meta)
@@ -379,10 +424,9 @@ def test_what_other_threads_let_go_of_is_told_later() -> None:
 
 def test_a_view_of_it_keeps_it() -> None:
     ends = Ends()
-    ends.own.expect(SIZE)
     block, meta = ends.own.take(SIZE), describe(tensor_of(0))
     assert block is not None
-    block.view[:] = tensor_bytes(tensor_of(3))
+    block.view[:SIZE] = tensor_bytes(tensor_of(3))
     loan = ends.theirs.lend(block.number, 7, meta)
     assert loan is not None
     raw = loan.raw[5:]
@@ -446,9 +490,8 @@ def test_a_block_is_lent_once_and_as_long_as_it_is() -> None:
     with closing(memory(SIZE, SEALED)) as descriptor:
         theirs.add(0, descriptor)
     assert theirs.lend(1, 1, meta) is None
-    for size in (SIZE - 1, SIZE + 1):
-        with pytest.raises(ProtocolError, match="size"):
-            theirs.lend(0, 1, describe(tensor_of(0, size)))
+    with pytest.raises(ProtocolError, match="too small"):
+        theirs.lend(0, 1, describe(tensor_of(0, SIZE + 1)))
     loan = theirs.lend(0, 1, meta)
     assert loan is not None
     with pytest.raises(ProtocolError, match="lent already"):
@@ -471,7 +514,6 @@ async def test_who_lends_twice_loses_the_link(nodes: tuple[Node, Node, Node]) ->
 
 def test_a_program_that_was_forked_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = Ends()
-    ends.own.expect(SIZE)
     assert ends.own.take(SIZE) is not None
     ends.own.close()
     assert len(ends.own) == 0

@@ -12,6 +12,7 @@ import torch
 from tensor_bridge import Progress, TensorChanged
 from tensor_bridge.codec import describe
 from tensor_bridge.lanes.shared import Link, SharedLane
+from tensor_bridge.lanes.shared.blocks import OwnBlocks
 from tensor_bridge.lanes.shared.host import unavailable
 from tensor_bridge.lanes.shared.link import SLOTS
 from tensor_bridge.memory import Payload, tensor_bytes
@@ -27,6 +28,12 @@ pytestmark = [
 MIB = 1 << 20
 SIZE = 20 * MIB + 5
 """More than twice what is on the way at once."""
+
+
+@pytest.fixture(autouse=True)
+def by_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no tensor lie in a block, which would take no slot."""
+    monkeypatch.setattr(OwnBlocks, "take", lambda self, nbytes: None)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tensor_bridge import TensorClient
+from tensor_bridge.huge_pages import HUGE_PAGE
 from tensor_bridge.lanes.shared import sealed
 from tensor_bridge.lanes.shared.host import unavailable
 from tensor_bridge.lanes.shared.link import Link
@@ -37,8 +38,8 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 def sealed_copy(tensor: torch.Tensor) -> torch.Tensor:
-    with contextlib.closing(Writer()) as writer:
-        writer.write(tensor_bytes(tensor))
+    with contextlib.closing(Writer(tensor.nbytes)) as writer:
+        writer.fill(tensor_bytes(tensor))
         storage = writer.seal().storage
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)
 
@@ -47,7 +48,7 @@ def sealed_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_place(tensor: torch.Tensor) -> None:
-    tensor[SIZE // 2] += 1
+    tensor[len(tensor) // 2] += 1
 
 
 def _unseen_by_torch(tensor: torch.Tensor) -> None:
@@ -55,19 +56,24 @@ def _unseen_by_torch(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [_in_place, _unseen_by_torch], ids=lambda it: it.__name__)
-def test_what_one_writes_the_other_does_not_see(write: Callable[[torch.Tensor], None]) -> None:
-    content = filled((SIZE,), torch.uint8)
+@pytest.mark.parametrize("size", [SIZE, 2 * HUGE_PAGE + SIZE], ids=["small pages", "huge pages"])
+def test_what_one_writes_the_other_does_not_see(
+    write: Callable[[torch.Tensor], None], size: int
+) -> None:
+    content = filled((size,), torch.uint8)
     ours = sealed_copy(content)
-    descriptor = sealed_memory(ours, SIZE)
+    descriptor = sealed_memory(ours, size)
     assert descriptor is not None
-    theirs = torch.empty(0, dtype=torch.uint8).set_(map_sealed(descriptor, SIZE).storage)
+    theirs = torch.empty(0, dtype=torch.uint8).set_(map_sealed(descriptor, size).storage)
+    assert torch.equal(theirs, content)
+    assert sealed_memory(ours, size) == descriptor
     write(theirs)
     assert torch.equal(ours, content)
     assert not torch.equal(theirs, content)
-    assert sealed_memory(ours, SIZE) == descriptor
+    assert sealed_memory(ours, size) == descriptor
     write(ours)
     assert torch.equal(ours, theirs)
-    assert sealed_memory(ours, SIZE) is None  # it is no more what the others would get
+    assert sealed_memory(ours, size) is None  # it is no more what the others would get
 
 
 def test_only_all_of_it_is_handed_over() -> None:
@@ -304,7 +310,8 @@ async def test_what_was_got_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> Non
     async with pair() as (a, _, at_a):
         tensor = filled((SIZE,), torch.uint8)
         got = await at_a.get(await at_a.put(tensor, shareable=True), copy=False)
-        monkeypatch.setattr(Writer, "write", None)  # nothing is copied any more
+        for way in ("write", "mapped"):
+            monkeypatch.setattr(Writer, way, None)  # nothing is copied any more
         ref = await at_a.put(got, shareable=True)
         assert same(a.store.get(ref.object_id).tensor, tensor)
 

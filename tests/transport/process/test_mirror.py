@@ -20,6 +20,7 @@ from transport.process.mirror import MirrorLink
 from transport.process.mirror_stream import Piece
 from transport.process.records import PLACE, Flag, Kind, decode, encode
 from transport.protocol import StreamCore
+from transport.protocol.connection import MAX_REASON_BYTES
 from transport.protocol.events import (
     ConnectionEnded,
     EndedBy,
@@ -273,6 +274,15 @@ def test_a_link_that_ends_lets_go_of_everything_and_says_how() -> None:
     assert stream.buffered == 0
     link.close(1, "twice")
     assert not link.events
+    process.close()
+
+
+def test_any_reason_of_an_end_can_be_said() -> None:
+    process = Process()
+    process.link.close(3, "\udcff" * (1 << 17))
+    (record,) = (each for said in process.said for each in decode(memoryview(said)))
+    assert (record.kind, record.number) == (Kind.CLOSE, 3)
+    assert str(record.payload, "utf-8") == "?" * MAX_REASON_BYTES
     process.close()
 
 

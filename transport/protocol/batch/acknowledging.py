@@ -7,15 +7,14 @@ other. To the stream they are one range, to the congestion controller one packet
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from typing import Any
+from typing import cast
 
 from aioquic.quic.packet_builder import QuicDeliveryState
 from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.recovery import QuicPacketRecovery, QuicPacketSpace
 from aioquic.quic.stream import QuicStreamSender
 
-from transport.protocol.batch.sent import FramePacket, SentRun
+from transport.protocol.batch.sent import SentPackets, SentRun
 
 __all__ = ["acknowledge_runs"]
 
@@ -29,7 +28,7 @@ def acknowledge_runs(
     it called for no acknowledgement, the newest that did is left too: only with one of those is the
     round trip measured (RFC 9002 section 5.1).
     """
-    sent: dict[int, Any] = space.sent_packets
+    sent = cast(SentPackets, space.sent_packets)
     numbers = list(sent)
     newly: list[int] = []
     for each in acknowledged:
@@ -45,20 +44,20 @@ def acknowledge_runs(
     data: _StreamData | None = None
     run: SentRun | None = None
     while at < len(newly):
-        packet = sent[newly[at]]
-        if isinstance(packet, FramePacket):
-            run = packet.run
+        packet = sent.kept(newly[at])
+        if isinstance(packet, SentRun):
+            run = packet
             # What is left of the run, as far as it was acknowledged without a gap.
             count = _consecutive(newly, at, run.last)
-            last = sent[newly[at + count - 1]]
-            if data is None or not data.goes_on(run.sender, packet.start):
+            first, last = run.packet(newly[at]), run.packet(newly[at + count - 1])
+            if data is None or not data.goes_on(run.sender, first.start):
                 if data is not None:
                     data.acknowledge()
-                data = _StreamData(run.sender, packet.start)
+                data = _StreamData(run.sender, first.start)
             data.stop, data.fin = last.stop, last.fin
             nbytes += count * run.size
             eliciting += count
-            deque(map(sent.pop, newly[at : at + count]), maxlen=0)
+            sent.forget(newly[at : at + count])
             at += count
             continue
         del sent[newly[at]]
@@ -66,7 +65,7 @@ def acknowledge_runs(
         if packet.is_ack_eliciting:
             eliciting += 1
         if packet.in_flight:
-            loss._cc.on_packet_acked(packet=packet, now=now)
+            loss._cc.on_packet_acked(packet=packet, now=now)  # type: ignore[arg-type]
         for handler, arguments in packet.delivery_handlers:
             handler(QuicDeliveryState.ACKED, *arguments)
     if data is not None:

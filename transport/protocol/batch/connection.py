@@ -29,7 +29,7 @@ from aioquic.quic.stream import FinalSizeError, QuicStream
 from transport.protocol.batch.reader import BatchReader
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.sending import SendPart
-from transport.protocol.batch.sent import Transmit
+from transport.protocol.batch.sent import SentPackets, Transmit
 from transport.protocol.batch.window import ReceivedWindow
 from transport.protocol.batch.writer import BatchWriter
 from transport.protocol.congestion import MINIMUM_PACKETS
@@ -563,6 +563,7 @@ class BatchConnection(QuicConnection):
         self.data_crypto = self._cryptos[tls.Epoch.ONE_RTT]
         self._data_crypto_stream = self._crypto_streams[tls.Epoch.ONE_RTT]
         self.data_space.received_packets = ReceivedWindow()  # type: ignore[assignment]
+        self.data_space.sent_packets = SentPackets()
 
 
 _was_sent = attrgetter("was_sent")

@@ -54,7 +54,7 @@ LEADING = 2
 """Packets of a batch that are looked at one by one to learn which transfer goes on with the next:
 behind an acknowledgement comes the first that is full of data."""
 
-ACK_AFTER_PACKETS = 64
+ACK_AFTER_PACKETS = 100
 """An acknowledgement leaves after this many packets, however little time has passed."""
 
 

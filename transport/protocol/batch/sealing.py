@@ -127,19 +127,17 @@ class Sealer:
         then serves them all, and stays in the processor's cache.
         """
         keys, buffer, prefix = self._keys, self._buffer, self._prefix
-        encrypt, iv = keys.aead.encrypt_into, keys.iv
-        start, header_size = self.size, self._header_size
-        overhead = header_size + TAG_SIZE
-        self._stride = self._stride or overhead + sum(map(len, payloads[0]))
-        for parts in payloads:
-            payload = b"".join(parts)
-            stop = start + overhead + len(payload)
+        encrypt, iv, header_size = keys.aead.encrypt_into, keys.iv, self._header_size
+        size = header_size + sum(map(len, payloads[0])) + TAG_SIZE
+        self._stride = self._stride or size
+        first, stop = self.size, self.size + size * len(payloads)
+        for start, parts in zip(range(first, stop, size), payloads, strict=True):
             body = start + header_size
             buffer[start:body] = header = prefix + (number & 0xFFFF).to_bytes(2, "big")
-            encrypt((iv ^ number).to_bytes(12, "big"), payload, header, buffer[body:stop])
-            start = stop
+            nonce = (iv ^ number).to_bytes(12, "big")
+            encrypt(nonce, b"".join(parts), header, buffer[body : start + size])
             number += 1
-        self.size = start
+        self.size = stop
 
     def finish(self) -> memoryview:
         """Protect all headers and return the batch."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import chain, repeat
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from aioquic import tls
@@ -12,7 +11,15 @@ from aioquic.quic.packet import QuicPacketType
 from aioquic.quic.packet_builder import QuicDeliveryHandler
 from aioquic.quic.stream import QuicStreamSender
 
-__all__ = ["AcknowledgedRun", "FramePacket", "Handlers", "SentPacket", "SentRun", "Transmit"]
+__all__ = [
+    "AcknowledgedRun",
+    "FramePacket",
+    "Handlers",
+    "SentPacket",
+    "SentPackets",
+    "SentRun",
+    "Transmit",
+]
 
 Handlers: TypeAlias = list[tuple[QuicDeliveryHandler, Any]]
 """What is called with a packet's fate, each with its arguments."""
@@ -136,20 +143,10 @@ class SentRun:
         self.delivered_at = self.first_sent_at = time
         self.is_limited = False
 
-    def packets(self) -> Iterable[tuple[int, FramePacket]]:
-        """Return each packet with its number, as loss recovery keeps them.
-
-        No line of Python runs for each: there are a hundred thousand a second of them.
-        """
-        numbers = range(self.first, self.last + 1)
-        starts = range(self.start, self.stop, self.room)
-        stops = range(self.start + self.room, self.stop + self.room, self.room)
-        fins = chain(repeat(False, len(numbers) - 1), (self.fin,))
-        return zip(
-            numbers,
-            map(_frame_packet, zip(repeat(self), numbers, starts, stops, fins, strict=False)),
-            strict=True,
-        )
+    def packet(self, number: int) -> FramePacket:
+        """Return the packet of that number."""
+        start = self.start + (number - self.first) * self.room
+        return FramePacket(self, number, start, fin=self.fin and number == self.last)
 
     def part(self, nbytes: int) -> AcknowledgedRun:
         """Return what stands for `nbytes` bytes of it, and of runs before it."""
@@ -174,16 +171,8 @@ class AcknowledgedRun(NamedTuple):
     is_limited: bool
 
 
-class _Frame(NamedTuple):
-    run: SentRun
-    packet_number: int
-    start: int
-    stop: int
-    fin: bool
-
-
-class FramePacket(_DataPacket, _Frame):
-    """A `SentPacket` of a run: of these there are the most.
+class FramePacket(_DataPacket):
+    """A `SentPacket` of a run.
 
     Attributes:
         run: what it shares with others.
@@ -192,9 +181,16 @@ class FramePacket(_DataPacket, _Frame):
         fin: whether it ends the stream.
     """
 
-    __slots__ = ()
+    __slots__ = ("fin", "packet_number", "run", "start", "stop")
 
     is_ack_eliciting = in_flight = True
+
+    def __init__(self, run: SentRun, number: int, start: int, *, fin: bool) -> None:
+        self.run = run
+        self.packet_number = number
+        self.start = start
+        self.stop = start + run.room
+        self.fin = fin
 
     @property
     def sent_time(self) -> float:
@@ -232,7 +228,40 @@ class FramePacket(_DataPacket, _Frame):
         return self.run.is_limited
 
 
-_frame_packet: Callable[[tuple[SentRun, int, int, int, bool]], FramePacket] = partial(
-    tuple.__new__, FramePacket
-)
-"""Makes one of its fields without going through a line of Python."""
+class SentPackets(dict[int, Any]):
+    """Stands for the `sent_packets` of upstream's packet space: packets by their number, in order.
+
+    There are a hundred thousand a second of those in runs: none is made before it is looked at.
+    """
+
+    def add_run(self, run: SentRun) -> None:
+        """Keep all packets of `run`."""
+        self.update(dict.fromkeys(range(run.first, run.last + 1), run))
+
+    def kept(self, number: int) -> SentPacket | SentRun:
+        """Return the packet of that number, or the run it is of."""
+        found: SentPacket | SentRun = super().__getitem__(number)
+        return found
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Keep those packets no more."""
+        deque(map(super().pop, numbers), maxlen=0)
+
+    def __getitem__(self, number: int) -> Any:
+        return _packet(number, super().__getitem__(number))
+
+    def pop(self, number: int) -> Any:  # type: ignore[override]
+        """Keep the packet of that number no more, and return it."""
+        return _packet(number, super().pop(number))
+
+    def items(self) -> Iterator[tuple[int, Any]]:  # type: ignore[override]
+        """The packets with their numbers, one by one."""
+        return ((number, _packet(number, kept)) for number, kept in super().items())
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        """The packets, one by one."""
+        return (packet for _, packet in self.items())
+
+
+def _packet(number: int, kept: Any) -> Any:
+    return kept.packet(number) if isinstance(kept, SentRun) else kept
