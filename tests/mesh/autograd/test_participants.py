@@ -60,7 +60,7 @@ async def test_only_who_has_brought_the_marking_claims_starts_and_gives_up(
                 ids = context.id, marking.id, run.number
                 # c takes part, and b may tell it what to do; a has never called it.
                 for by, to in ((c, b), (a, c)):
-                    for order in (ClaimOrder(*ids, 0), ClaimOrder(*ids, 0, gives_up=True)):
+                    for order in (ClaimOrder(*ids, 0, gives_up=True), ClaimOrder(*ids, 0)):
                         assert isinstance(say(by, to, CLAIM_SERVICE, order), Failure)
                     start = StartOrder(*ids, False, 5.0)
                     assert isinstance(say(by, to, START_SERVICE, start), Failure)
