@@ -105,7 +105,9 @@ class Stream(anyio.abc.ByteStream):
         with self._reading:
             await self._skip_reply()
             await self._readable("receive")
-            return self._credit_bytes(self.core.incoming.take(max_bytes))
+            data = self.core.incoming.take(max_bytes)
+            self._credit(len(data))
+            return data
 
     async def receive_exactly(self, count: int) -> bytes:
         """Return exactly `count` bytes, or raise like `receive_into`."""
@@ -212,6 +214,20 @@ class Stream(anyio.abc.ByteStream):
             if not self.core.fin_sent:
                 await self._check_writable()
                 self._finish()
+
+    async def drained(self, moved: Callable[[int], object]) -> None:
+        """Return when the peer has all that was sent; `moved` is told of bytes as they arrive.
+
+        Not while `send_lent` runs, which is told itself. Raises as `send`.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        core = self.connection.core
+        while left := core.unacknowledged(self.core):
+            await self._check_writable()
+            below = max(0, left - POST_BYTES)
+            if core.unacknowledged(self.core, wake_below=below) > below:
+                await self._wait("send")
+            moved(left - core.unacknowledged(self.core))
 
     # -- ending
 
@@ -572,10 +588,6 @@ class Stream(anyio.abc.ByteStream):
             why="the peer is there but neither sent nor read anything",
             fix="Look at what it is doing, or give it more time: stream.timeout.",
         )
-
-    def _credit_bytes(self, data: bytes) -> bytes:
-        self._credit(len(data))
-        return data
 
     def _credit(self, count: int) -> None:
         if self.connection.core.consumed(self.core, count):

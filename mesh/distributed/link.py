@@ -6,15 +6,18 @@ it has a place to go.
 
 * A large message is sent once the other side *wants* it, that is, has posted the receive, whose
   memory it then fills straight from the stream. Receives are usually posted ahead, so this costs no
-  time. A sender that finds no want *offers* the message, so that a mismatch shows at once.
+  time. A sender that no want has reached a little later *offers* the message, so that a mismatch
+  shows soon.
 * A small one goes *eagerly*, within a budget of bytes that the receiver has not consumed yet; it is
-  kept until a receive is posted. Beyond the budget small messages are treated as large ones.
+  kept until a receive is posted. Beyond the budget small messages are treated as large ones. It is
+  copied to be sent, so that its sender need not wait for the acknowledgement.
 
 All of it runs in the event loop of the node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import defaultdict, deque
@@ -40,12 +43,16 @@ from transport import CborValue, ConnectionClosed, ProtocolError, Stream, Stream
 
 __all__ = ["Link", "LinkOwner", "PostedReceive", "PostedSend"]
 
-EAGER_BYTES = 32 * 1024
+EAGER_BYTES = 256 * 1024
 """Largest message sent unasked: for less, asking costs more than the bytes."""
 
-EAGER_BUDGET = 256 * 1024
+EAGER_BUDGET = 512 * 1024
 """Bytes sent unasked and not consumed yet, per pair and group. Thirty groups' worth of it fits into
 the receive window of one connection."""
+
+OFFER_SECONDS = 0.002
+"""How long a message waits for being wanted before it is offered: mostly both sides begin at about
+the same time, and an offer would be in vain."""
 
 MESSAGE_COST = 256
 """What a message counts for beside its bytes, so that empty ones are bounded too."""
@@ -134,7 +141,7 @@ class Link:
     Attributes:
         attached: set once both streams are there.
         ended: set once the link carries nothing any more.
-        written: bytes of messages that the other side has taken.
+        written: grows with the bytes of messages that the other side has taken.
     """
 
     def __init__(self, owner: LinkOwner, peer: int) -> None:
@@ -153,6 +160,8 @@ class Link:
         self._data_event = anyio.Event()
         self._control_event = anyio.Event()
         self._idle_event = anyio.Event()
+        self._unwanted: dict[Channel, _Outgoing] = {}
+        self._offer_at = math.inf
         self._budget = EAGER_BUDGET
         self._early_cost = 0
         self._consumed = 0
@@ -259,9 +268,12 @@ class Link:
         await self.ended.wait()
 
     async def delivered(self) -> None:
-        """Return once everything that is queued is written, or can't be."""
+        """Return once the other side has everything that is queued, or can't get it."""
         while self._gone is None and (self._ready or self._writing or self._has_queued()):
             await self._idle_event.wait()
+        if self._gone is None and self.attached.is_set():
+            with contextlib.suppress(MeshError):  # the reader will find out
+                await self._streams["data"].drained(self._moved)
 
     def close(self) -> None:
         """End the link now."""
@@ -292,13 +304,26 @@ class Link:
                 self._budget -= head.cost
             elif outgoing.wanted <= outgoing.sent:
                 if outgoing.offered <= outgoing.sent:
-                    outgoing.offered = outgoing.sent + 1
-                    header = wire.header_value(head.header)
-                    self._tell(["offer", channel, outgoing.sent, header])
+                    self._offer_later(channel, outgoing)
                 return
             outgoing.sent += 1
             self._ready.append((outgoing.queue.popleft(), eager))
             self._data_event.set()
+
+    def _offer_later(self, channel: Channel, outgoing: _Outgoing) -> None:
+        self._unwanted[channel] = outgoing
+        if self._offer_at == math.inf:
+            self._offer_at = anyio.current_time() + OFFER_SECONDS
+            self._control_event.set()
+
+    def _offer(self) -> None:
+        """Offer what is not wanted still."""
+        unwanted, self._unwanted, self._offer_at = self._unwanted, {}, math.inf
+        for channel, outgoing in unwanted.items():
+            if outgoing.queue and max(outgoing.wanted, outgoing.offered) <= outgoing.sent:
+                outgoing.offered = outgoing.sent + 1
+                header = wire.header_value(outgoing.queue[0].header)
+                self._tell(["offer", channel, outgoing.sent, header])
 
     async def _write_data(self, stream: Stream) -> None:
         while True:
@@ -435,8 +460,11 @@ class Link:
                 if self._gone is not None:  # the group is broken: nothing to wait for
                     self._scope.cancel()
                 return
-            await self._control_event.wait()
+            with anyio.CancelScope(deadline=self._offer_at):
+                await self._control_event.wait()
             self._control_event = anyio.Event()
+            if self._offer_at <= anyio.current_time():
+                self._offer()
 
     async def _read_control(self, stream: Stream) -> None:
         while True:

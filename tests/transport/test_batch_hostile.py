@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from aioquic import tls
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from tests.profiles import one_in
 from tests.transport.pair import World, connect
+from transport.protocol.batch import reader
 from transport.protocol.batch.connection import IDLE_STEP
 from transport.protocol.batch.frames import FULL_FRAME, FULL_FRAME_TYPE, VARINT_4, VARINT_8
+from transport.protocol.batch.landing import land_packets
 from transport.protocol.batch.reader import _Packets
 from transport.protocol.batch.sealing import Sealer, decode_packet_number
 from transport.protocol.batch.writer import keys_of
@@ -132,6 +135,53 @@ def test_nothing_is_opened_over_what_has_landed(landed: int, after: int) -> None
     send([4000 + 1000 * at for at in range(8) if at < landed or at > 2])
     send([after, *(12_000 + 1000 * at for at in range(4))])
     assert memory == data[:12_000] + bytes(288_000)
+
+
+@pytest.mark.parametrize("odd", [2, 9, 10, 11, 20, 28])
+def test_what_lies_behind_another_packet_lands_still(
+    odd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has something in front of its data shifts all data behind it."""
+    world = World()
+    dialer, listener = connect(world)
+    stream_id = dialer.open(bytes(4000), fin=False).stream_id
+    assert world.run(lambda: len(listener.inbox.get(stream_id, b"")) == 4000)
+    count, room, front = 30, 1000, 12
+    size = count * room - front
+    memory, data = bytearray(size), random.Random(1).randbytes(size)
+    listener.core.post(listener.core.streams[stream_id], memoryview(memory))
+    landed = 0
+
+    def land(*arguments: Any) -> range:
+        nonlocal landed
+        found = land_packets(*arguments)
+        landed += len(found)
+        return found
+
+    monkeypatch.setattr(reader, "land_packets", land)
+    peer, now = dialer.core.quic, world.now
+    sealer = Sealer(
+        keys_of(peer.data_crypto.send), peer._peer_cid.cid, spin=False, room=bytearray(1 << 16)
+    )
+    at = 0
+    for number in range(count):
+        before = bytes([0x01]) * front if number == odd else b""
+        part = data[at : at + room - len(before)]
+        head = FULL_FRAME.pack(FULL_FRAME_TYPE, stream_id | VARINT_4, 4000 + at | VARINT_8)
+        segment = sealer.add(peer._packet_number, before + head + part)
+        peer._packet_number += 1
+        at += len(part)
+    batch = bytearray(sealer.finish())
+    half = count // 2 * segment
+    for part_of in (batch[:half], batch[half:]) if odd == 28 else (batch,):
+        assert not listener.core.quic.is_acknowledgement_due(now)
+        others = listener.core.receive_batch(
+            bytearray(part_of), len(part_of), segment, dialer.host.address, now
+        )
+        assert others == []
+    assert memory == data
+    assert listener.core.quic.is_acknowledgement_due(now), "the sender waits to hear of the last"
+    assert landed >= count - 12
 
 
 def test_the_idle_timeout_counts_from_what_came_last() -> None:

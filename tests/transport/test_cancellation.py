@@ -160,6 +160,22 @@ async def send_more_than_fits(w: Wires) -> AsyncIterator[Operation]:
     yield run
 
 
+@covers("transport.Stream.drained")
+async def wait_until_all_has_come(w: Wires) -> AsyncIterator[Operation]:
+    async def run() -> None:
+        counts: list[int] = []
+        async with await w.connection.open_stream("mirror") as stream:
+            await stream.drained(counts.append)
+            await stream.send(bytes(1000))
+            before = w.connection.core.unacknowledged(stream.core)
+            await stream.drained(counts.append)
+            assert sum(counts) >= before
+            assert w.connection.core.unacknowledged(stream.core) == 0
+            await stream.send_eof()
+
+    yield run
+
+
 @covers("transport.Stream.send_lent", "transport.Stream.receive_into", stride=3)
 async def lend_more_than_fits(w: Wires) -> AsyncIterator[Operation]:
     async def run() -> None:

@@ -106,6 +106,8 @@ class BatchConnection(QuicConnection):
         self._has_bulk = False
         self._posted: set[ReceivePart] = set()
         self._changed: dict[int, None] = {}
+        self.has_filled = False
+        """Whether all memory posted for a stream was filled, and no acknowledgement has said so."""
         self._writer = BatchWriter(self)
         self._reader = BatchReader(self)
         self._max_streams = max_streams
@@ -425,6 +427,8 @@ class BatchConnection(QuicConnection):
         assert stream.stream_id is not None
         if changed:
             self._changed[stream.stream_id] = None
+            if receiver.target is not None and not receiver.posted:
+                self.has_filled = True
         if receiver.gaps > max(MIN_GAPS, self._gaps_allowed(receiver)):
             raise QuicConnectionError(
                 QuicErrorCode.INTERNAL_ERROR,

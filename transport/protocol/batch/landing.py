@@ -22,7 +22,7 @@ from transport.protocol.batch.sealing import (
     unmask,
 )
 
-__all__ = ["Expected", "data_room", "land_packets"]
+__all__ = ["LEAST", "Expected", "data_room", "land_packets"]
 
 LEAST = 4
 """With fewer packets left there is nothing to win."""

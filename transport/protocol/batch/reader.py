@@ -32,7 +32,7 @@ from transport.protocol.batch.frames import (
     WITH_LENGTH,
     WITH_OFFSET,
 )
-from transport.protocol.batch.landing import Expected, data_room, land_packets
+from transport.protocol.batch.landing import LEAST, Expected, data_room, land_packets
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.scratch import Scratch
 from transport.protocol.batch.sealing import Keys, Opened, open_packet, open_packets
@@ -53,6 +53,9 @@ and what is not believed to have come is sent again."""
 LEADING = 2
 """Packets of a batch that are looked at one by one to learn which transfer goes on with the next:
 behind an acknowledgement comes the first that is full of data."""
+
+MAX_RUNS = 4
+"""Runs of packets that are looked for in one batch, which is put together of two or three."""
 
 ACK_AFTER_PACKETS = 100
 """An acknowledgement leaves after this many packets, however little time has passed."""
@@ -92,18 +95,18 @@ class BatchReader:
             if size <= segment:
                 heard = self._open_one(packets, data, 0, size, others)
                 at = size
-            while at < size and at < LEADING * segment and packets.expected() is None:
-                heard |= self._open(packets, data, at, min(at + segment, size), segment, others)
-                at += segment
-            expected = packets.expected() if at < size else None
-            if expected is not None:
-                view = memoryview(data)[at:size]
-                landed = land_packets(self._receive_keys(), view, segment, quic.host_cid, expected)
-                if landed:
-                    stop = at + landed.start * segment
-                    self._open(packets, data, at, stop, segment, others)
-                    packets.take_landed(expected, landed, data_room(segment, quic.host_cid))
-                    at += landed.stop * segment
+            for _ in range(MAX_RUNS):
+                stop = min(at + LEADING * segment, size)
+                while at < stop and packets.expected() is None:
+                    heard |= self._open(packets, data, at, min(at + segment, size), segment, others)
+                    at += segment
+                if at >= size or packets.expected() is None:
+                    break
+                begin, at = at, self._land(packets, data, at, size, segment, others)
+                # Where a run ends there is another packet; where none lands, among the next few.
+                stop = min(at + (1 if at > begin else 2 * LEAST) * segment, size)
+                self._open(packets, data, at, stop, segment, others)
+                at = stop
             heard |= self._open(packets, data, at, size, segment, others)
             packets.finish()
         except QuicConnectionError as error:
@@ -124,6 +127,32 @@ class BatchReader:
         if packets.eliciting:
             self._hold_acknowledgement(packets.eliciting, now)
         return others
+
+    def _land(
+        self,
+        packets: _Packets,
+        data: bytearray,
+        start: int,
+        stop: int,
+        segment: int,
+        others: list[tuple[int, int]],
+    ) -> int:
+        """Take packets from `start` on that go on with a transfer; return where they end.
+
+        Where another is among them, such as one that has an acknowledgement in front of its data,
+        none lands, since all data behind it is shifted: then half of them are tried.
+        """
+        host_cid, size = self._quic.host_cid, stop - start
+        expected = packets.expected() if size >= LEAST * segment else None
+        while expected is not None and size >= LEAST * segment:
+            view = memoryview(data)[start : start + size]
+            landed = land_packets(self._receive_keys(), view, segment, host_cid, expected)
+            if landed:
+                self._open(packets, data, start, start + landed.start * segment, segment, others)
+                packets.take_landed(expected, landed, data_room(segment, host_cid))
+                return start + landed.stop * segment
+            size = size // (2 * segment) * segment
+        return start
 
     def _open(
         self,
@@ -184,8 +213,10 @@ class BatchReader:
             self._unacknowledged = 0
             space.ack_at = now + quic._ack_delay
         self._unacknowledged += count
-        if self._unacknowledged >= ACK_AFTER_PACKETS:
+        # Who has sent the last of what was wanted waits to hear of it.
+        if self._unacknowledged >= ACK_AFTER_PACKETS or quic.has_filled:
             space.ack_at = min(space.ack_at, now)
+            quic.has_filled = False
 
     def _receive_keys(self) -> Keys:
         context = self._quic.data_crypto.recv
