@@ -201,10 +201,11 @@ class Layout:
         name: the operator.
         tensors: geometries of its tensors, in order.
         made: how many handles it makes.
+        numbers: how many numbers come with it.
         body: the struct of all that follows the template's number.
     """
 
-    __slots__ = ("body", "made", "name", "tensors")
+    __slots__ = ("body", "made", "name", "numbers", "tensors")
 
     def __init__(self, template: Template) -> None:
         self.name = template.name
@@ -213,6 +214,7 @@ class Layout:
         for argument in (*template.args, *(value for _, value in template.kwargs)):
             _collect(argument, tensors, numbers)
         self.tensors = tuple(tensors)
+        self.numbers = len(numbers)
         self.made = template.results if template.outputs is None else len(template.outputs)
         self.body = struct.Struct(f"<{len(tensors) + self.made}Q{''.join(numbers)}")
 

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from mesh.device import wire
+from mesh.device.client.forms import Form
 from mesh.device.client.tensors import (
     Device,
+    form_of,
     geometry_of,
     handle_of,
     is_mesh,
     new_tensor,
     set_meta,
-    wrapper_arguments,
 )
 from mesh.device.errors import DeviceError, UnsupportedOnDevice
 from mesh.device.ops import VALUE_SHAPED
@@ -51,19 +52,22 @@ class Entry:
     Attributes:
         number: of the template in its session.
         pack: packs a whole message.
-        outputs: what it makes; None if it has to be asked.
-        one: for a call that returns the one new tensor: what that is made with.
+        forms: of what it makes; None if it has to be asked.
+        one: for a call that returns the one new tensor, all that it takes: the address of its form,
+            the device, the next handle's number, `pack`, `number`, the session, and its queue.
         returned: else, what the call returns: of a number that argument, or what a function makes
             of new tensors and arguments.
+        is_plain: whether no number travels with a call.
     """
 
     __slots__ = (
         "device",
+        "forms",
+        "is_plain",
         "layout",
         "name",
         "number",
         "one",
-        "outputs",
         "pack",
         "results",
         "returned",
@@ -83,17 +87,24 @@ class Entry:
         self.name = template.name
         self.layout = wire.Layout(template)
         self.pack = self.layout.packer().pack
-        self.outputs = template.outputs
+        self.is_plain = not self.layout.numbers
         self.results = template.results
         self.returned = returned
         self.number = device.session.define(template, self.layout, drop)
+        self.forms: tuple[Form, ...] | None = None
         self.one: tuple[Any, ...] | None = None
-        if template.outputs is not None and len(template.outputs) == 1 and returned is None:
-            made = template.outputs[0]
-            geometry = made.geometry
-            self.one = wrapper_arguments(
-                device, torch.Size(geometry.shape), geometry.strides, geometry.dtype, made.nbytes
-            )
+        if template.outputs is None:
+            return
+        self.forms = tuple(form_of(device, output.geometry) for output in template.outputs)
+        if len(self.forms) == 1 and returned is None:
+            address, session = self.forms[0].address, self.session
+            if address:
+                self.one = (
+                    *(address, device, device.next_id, self.pack),
+                    *(self.number, session, session.queue),
+                )
+            else:
+                self.returned = _first
 
     def ask(self, ids: Sequence[int], numbers: Sequence[float]) -> Any:
         """Run the operation and wait for what it has made.
@@ -108,10 +119,8 @@ class Entry:
         if not isinstance(answer, list):
             return answer
         tensors = [
-            new_tensor(device, number, shape, strides, dtype, nbytes)
-            for number, (shape, strides, dtype, nbytes) in zip(
-                made, _described(answer, self.results), strict=True
-            )
+            new_tensor(device, number, geometry)
+            for number, geometry in zip(made, _described(answer, self.results), strict=True)
         ]
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
@@ -483,11 +492,13 @@ def _builder(plan: Any, outer: Callable[[Iterator[Any]], Any]) -> Callable[..., 
     return results
 
 
-def _described(
-    answer: list[CborValue], results: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]]:
-    """Return shape, strides, type and bytes of each tensor that an answer tells of."""
+def _first(new: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return new[0]
+
+
+def _described(answer: list[CborValue], results: int) -> list[wire.Geometry]:
+    """Return how each tensor lies that an answer tells of."""
     found = [wire.decode_result(each) for each in answer]
     if len(found) != results:
         raise DeviceError("an answer from a device", why="it tells of another number of tensors")
-    return [(each.shape, each.strides, each.dtype, each.span) for each in found]
+    return found

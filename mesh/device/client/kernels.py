@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from mesh.device.client.entries import (
     operator_name,
     wrapped_number,
 )
-from mesh.device.client.session import ORIGINS
-from mesh.device.client.tensors import PRIVATE, Device, Handle, device_of, is_mesh, new_tensor
+from mesh.device.client.forms import DLPACK, capsule, from_dlpack
+from mesh.device.client.session import ORIGINS, Session
+from mesh.device.client.tensors import Device, Handle, device_of, is_mesh, with_handle
 from mesh.device.errors import UnsupportedOnDevice
 from mesh.device.ops import VALUE_SHAPED
 from mesh.device.wire import RUN_KIND
@@ -47,8 +49,6 @@ _INDEXING = frozenset(
 _FLOATS = frozenset({"ones", "zeros", "eye", "rand", "randn", "linspace", "logspace"})
 """Operators that make floats of torch's default type, unless another is given."""
 
-_make = torch.Tensor._make_wrapper_subclass
-_alias = torch.ops.aten.alias.default._handle.redispatch_boxed
 _getframe = sys._getframe
 _floats = torch.get_default_dtype
 
@@ -94,10 +94,13 @@ def fast_kernel(operator: Any) -> Callable[..., Any]:
         "get": entries.get,
         "teach": teach,
         "emit": emit,
-        "make_one": make_one,
-        "send": send,
-        "told_apart": _told_apart,
         "floats": _floats,
+        "from_dlpack": from_dlpack,
+        "capsule": capsule,
+        "Handle": Handle,
+        "getframe": _getframe,
+        "inside": _inside,
+        "outside": _outside,
     }
     schema = operator._schema
     space |= {
@@ -249,20 +252,22 @@ def emit(
     """Send an operation; return what its call returns."""
     one = entry.one
     if one is not None:
-        result, number = make_one(entry)
-        send(entry, entry.pack(RUN_KIND, entry.number, *ids, number, *numbers), number)
+        # Written out once more in functions for a schema, see `_source`.
+        address, device, next_id, pack, template, session, _ = one
+        number = next_id()
+        result: Any = from_dlpack(capsule(address, DLPACK, None))
+        result.untyped_storage()._mesh = Handle(device, number)
+        send(session, pack(RUN_KIND, template, *ids, number, *numbers), number)
         return result
-    outputs = entry.outputs
-    if outputs is None:
+    forms = entry.forms
+    if forms is None:
         return entry.ask(ids, numbers)
-    device = entry.device
-    new = []
-    made = []
-    for output in outputs:
-        number = device.next_id()
+    new: list[torch.Tensor] = []
+    made: list[int] = []
+    for form in forms:
+        number = entry.device.next_id()
         made.append(number)
-        form = output.geometry
-        new.append(new_tensor(device, number, form.shape, form.strides, form.dtype, output.nbytes))
+        new.append(with_handle(form.make(), entry.device, number))
     number = made[0] if made else ids[0] if ids else 0
     message = entry.pack(RUN_KIND, entry.number, *ids, *made, *numbers)
     returned = entry.returned
@@ -272,31 +277,27 @@ def emit(
         result = returned(new, args, kwargs)
     else:
         result = None
-    send(entry, message, number)
+    send(entry.session, message, number)
     return result
 
 
-def make_one(entry: Entry) -> tuple[Any, int]:
-    """Return the one new tensor of an operation that makes one, and the number of its handle."""
-    number = entry.device.next_id()
-    result: Any = _alias(PRIVATE, _make(*entry.one))  # type: ignore[misc]  # it makes one
-    result.untyped_storage()._mesh = Handle(entry.device, number)
-    return result, number
-
-
-def send(entry: Entry, message: bytes, number: int) -> None:
+def send(session: Session, message: bytes, number: int) -> None:
     """Send an operation, which makes or writes to the handle `number`."""
-    session = entry.session
     frame = _getframe(2)
-    code = frame.f_code
-    while _inside[code.co_filename] and frame.f_back is not None:
-        frame = frame.f_back
-        code = frame.f_code
-    session.origins[number & _MASK] = (number, code, frame.f_lasti)
+    if _inside[frame.f_code.co_filename]:
+        frame = _outside(frame)
+    session.origins[number & _MASK] = (number, frame.f_code, frame.f_lasti)
     queue = session.queue
     queue.append(message)
     if len(queue) >= session.limit:
         session.flush()
+
+
+def _outside(frame: FrameType) -> FrameType:
+    """Return the frame of the program's own that an operation was called from."""
+    while _inside[frame.f_code.co_filename] and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _source(operator: Any) -> str | None:
@@ -354,7 +355,10 @@ def _source(operator: Any) -> str | None:
             travels = f"t{index} is float"
             if "q" in codes:
                 travels += f" or t{index} is int and {-(1 << 63)} <= {variable} < {1 << 63}"
-            keys.append(f"t{index} if {travels} else (t{index}, told_apart({variable}))")
+            option = f"(t{index}, {variable} if t{index} is not complex else repr({variable}))"
+            if has_default and not isinstance(argument.default_value, float):
+                option = f"None if {variable} is d{index} else {option}"
+            keys.append(f"t{index} if {travels} else {option}")
             numbers.append(f"*(({variable},) if {travels} else ())")
         elif "List" in kind:
             keys.append(f"None if {variable} is None else tuple({variable})")
@@ -371,7 +375,10 @@ def _source(operator: Any) -> str | None:
     args = f"({', '.join(positional)},)" if positional else "()"
     kwargs = f"{{{', '.join(named)}}}"
     body = "\n        ".join(handles)
-    sent_one = ", ".join((str(RUN_KIND), "entry.number", sent, "number", *numbers))
+    message = f"pack({RUN_KIND}, template, {sent}, number)"
+    if numbers:
+        with_numbers = f"pack({RUN_KIND}, template, {sent}, number, {', '.join(numbers)})"
+        message = f"{message} if entry.is_plain else {with_numbers}"
     return f"""
 def kernel({", ".join(parameters)}):
     try:
@@ -385,9 +392,19 @@ def kernel({", ".join(parameters)}):
         if len(devices) > 1:
             return general({", ".join(call)})
         return teach(key, {args}, {kwargs}, h{first}.device)
-    if entry.one is not None:
-        result, number = make_one(entry)
-        send(entry, entry.pack({sent_one}), number)
+    one = entry.one
+    if one is not None:
+        address, device, next_id, pack, template, session, queue = one
+        number = next_id()
+        result = from_dlpack(capsule(address, {DLPACK!r}, None))
+        result.untyped_storage()._mesh = Handle(device, number)
+        frame = getframe(1)
+        if inside[frame.f_code.co_filename]:
+            frame = outside(frame)
+        session.origins[number & {_MASK}] = (number, frame.f_code, frame.f_lasti)
+        queue.append({message})
+        if len(queue) >= session.limit:
+            session.flush()
         return result
     return emit(entry, ({sent},), ({", ".join(numbers)}{"," if numbers else ""}), {args}, {kwargs})
 """

@@ -430,37 +430,39 @@ class Session:
     def _next_batch(self) -> bytes:
         """Return what is queued as one batch, empty if nothing is."""
         queue = self.queue
+        take = queue.popleft
         parts: list[bytes] = []
-        released: list[int] = []
+        put = parts.append
         size = 0
         keeps = self._pins or self._recording is not None
         while queue and size < BATCH_BYTES:
-            item = queue.popleft()
-            if type(item) is int:
-                if not (keeps and self._is_kept(item)):
-                    released.append(item)
-                    size += 8
-                continue
-            if type(item) is _Forgotten:
-                parts.extend(map(wire.drop, item.numbers))
-                released += self._unpinned(item.pins)
-                continue
-            assert isinstance(item, bytes)
-            if type(item) is Order:
-                if parts or released:
+            item = take()
+            if type(item) is bytes:
+                size += len(item)
+                if size > wire.MAX_BATCH - 64 and parts:
                     queue.appendleft(item)
                     break
-                return item
-            if parts and size + len(item) + 8 * len(released) > wire.MAX_BATCH - 64:
+                put(item)
+            elif type(item) is int:
+                released = [item]
+                while queue and type(following := queue[0]) is int:
+                    take()
+                    released.append(following)
+                if keeps:
+                    released = [handle for handle in released if not self._is_kept(handle)]
+                if released:
+                    put(wire.release(released))
+                    size += 8 * len(released)
+            elif type(item) is _Forgotten:
+                parts.extend(map(wire.drop, item.numbers))
+                if released := self._unpinned(item.pins):
+                    put(wire.release(released))
+            else:
+                assert isinstance(item, Order)
+                if not parts:
+                    return item
                 queue.appendleft(item)
                 break
-            if released:
-                parts.append(wire.release(released))
-                released = []
-            parts.append(item)
-            size += len(item)
-        if released:
-            parts.append(wire.release(released))
         return b"".join(parts)
 
     # -- called by the carrier, in its thread

@@ -52,7 +52,6 @@ LOCAL = (
     "set_",
     "set_.source_Storage",
     "set_.source_Tensor",
-    "set_.source_Storage_storage_offset",
 )
 """Operators that only change how a tensor lies in its storage: nobody has to be told of them."""
 
@@ -340,9 +339,23 @@ def _float_dtype(device: torch.device | None) -> torch.dtype:
     return device_of(device).float_dtype or torch.get_default_dtype()
 
 
+def _set(
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int] = (),
+) -> torch.Tensor:
+    # Not as with meta tensors: those would have the storage grow here alone.
+    set_meta(tensor, storage, offset, size, stride or dense_strides(size))
+    return tensor
+
+
 def _resize(
     tensor: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
 ) -> torch.Tensor:
+    if memory_format is None and tuple(size) == tuple(tensor.shape):
+        return tensor  # torch leaves the layout of what has the size already
     strides = torch.empty(
         tuple(size), device="meta", memory_format=memory_format or torch.contiguous_format
     ).stride()
@@ -381,6 +394,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "resize_": _resize,
+    "set_.source_Storage_storage_offset": _set,
     "equal": _equal,
     "record_stream": _nothing,
 }

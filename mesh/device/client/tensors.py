@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from mesh.device.client.forms import Form
 from mesh.device.errors import DeviceError
 from mesh.device.wire import Geometry
 from transport import CborValue
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKEND",
     "MAX_DEVICES",
-    "PRIVATE",
     "Device",
     "Handle",
     "dense_strides",
     "device_of",
     "devices",
+    "form_of",
     "geometry_of",
     "handle_of",
     "is_mesh",
     "new_tensor",
     "tensor_over",
-    "wrapper_arguments",
+    "with_handle",
 ]
 
 BACKEND = "mesh"
@@ -42,12 +43,6 @@ BACKEND = "mesh"
 
 MAX_DEVICES = 128
 """Devices of one program: torch counts them in a signed byte."""
-
-PRIVATE = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
-
-_make = torch.Tensor._make_wrapper_subclass
-_alias = torch.ops.aten.alias.default._handle.redispatch_boxed
-_strided = torch.strided
 
 
 class Handle:
@@ -94,16 +89,6 @@ class Device:
         self.next_id: Callable[[], int] = session.next_id
 
 
-class _Wrapper(torch.Tensor):
-    """What tensors are for the moment until they are plain."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch calls it so
-        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise RuntimeError("a tensor that is not made yet was used")
-
-
 devices: list[Device] = []
 """Every device this program has opened, ``mesh:k`` at k."""
 
@@ -125,43 +110,27 @@ def device_of(device: torch.device | None) -> Device:
         ) from None
 
 
-def new_tensor(
-    device: Device,
-    number: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dtype: torch.dtype,
-    nbytes: int,
-) -> torch.Tensor:
-    """Return a plain tensor over a new storage of `nbytes`, whose handle is `number`."""
-    tensor: torch.Tensor = _alias(
-        PRIVATE, _make(*wrapper_arguments(device, shape, strides, dtype, nbytes))
-    )
+def new_tensor(device: Device, number: int, geometry: Geometry) -> torch.Tensor:
+    """Return a plain tensor alone in a new storage, whose handle is `number`."""
+    return with_handle(form_of(device, geometry).make(), device, number)
+
+
+def form_of(device: Device, geometry: Geometry) -> Form:
+    """Return what makes tensors of `geometry`, whose offset is 0, on a device."""
+    return Form(device.torch_device, geometry.dtype, geometry.shape, geometry.strides)
+
+
+def with_handle(tensor: torch.Tensor, device: Device, number: int) -> torch.Tensor:
+    """Return `tensor`, whose storage is new and gets the handle `number`."""
     tensor.untyped_storage()._mesh = Handle(device, number)  # type: ignore[attr-defined]
     return tensor
-
-
-def wrapper_arguments(
-    device: Device,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dtype: torch.dtype,
-    nbytes: int,
-) -> tuple[Any, ...]:
-    """Return what the wrapper of a tensor is made with before it is made plain.
-
-    By position, for ``torch.Tensor._make_wrapper_subclass``: keywords cost as much as all the rest.
-    """
-    options = (None, None, dtype, _strided, device.torch_device)
-    return (_Wrapper, shape, strides, *options, False, False, None, False, False, None, nbytes)
 
 
 def tensor_over(
     storage: torch.UntypedStorage, geometry: Geometry, device: torch.device
 ) -> torch.Tensor:
     """Return a plain tensor of `geometry` over a storage of a mesh device."""
-    wrapper = _make(_Wrapper, (0,), (1,), dtype=geometry.dtype, device=device)
-    tensor: torch.Tensor = _alias(PRIVATE, wrapper)
+    tensor: torch.Tensor = Form(device, geometry.dtype, (0,), (1,)).make()
     set_meta(tensor, storage, geometry.offset, geometry.shape, geometry.strides)
     return tensor
 

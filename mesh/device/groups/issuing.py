@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -94,9 +93,8 @@ class SessionPart:
         self, sequence: int, shape: Sequence[int], dtype: torch.dtype, *, waits: bool
     ) -> list[torch.Tensor]:
         """See `Part.take`."""
-        strides = dense_strides(shape)
-        nbytes = math.prod(shape) * dtype.itemsize
-        made = wire.Output(wire.Geometry(dtype, tuple(shape), strides), nbytes)
+        geometry = wire.Geometry(dtype, tuple(shape), dense_strides(shape))
+        made = wire.Output(geometry, geometry.span)
         count = len(self.devices)
         template = wire.Template(
             wire.TAKE,
@@ -107,7 +105,7 @@ class SessionPart:
         )
         handles = [self.session.next_id() for _ in self.devices]
         results = [
-            new_tensor(device, handle, shape, strides, dtype, nbytes)
+            new_tensor(device, handle, geometry)
             for device, handle in zip(self.devices, handles, strict=True)
         ]
         self._emit((self.devices[0], count, made, waits), template, handles, sequence)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 
 from mesh.device.client import special
@@ -244,6 +245,7 @@ _steps = st.lists(st.tuples(*(st.integers(0, 999) for _ in range(5))), min_size=
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(_steps)
+@example([(19, 0, 0, 0, 0), (0, 0, 1, 0, 0), (62, 6, 0, 284, 0)])  # a layout that resize_ keeps
 def test_any_program(loopback: tuple[Loopback, list[torch.device]], steps: list[Step]) -> None:
     check(loopback, steps)
 
@@ -269,28 +271,45 @@ def late(
     loopback: tuple[Loopback, list[torch.device]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Loopback, list[torch.device]]]:
     """The same devices, into which everything moves beside the operations."""
-    carrier, opened = loopback
+    with late_moves(loopback[0], monkeypatch):
+        yield loopback
+
+
+@contextlib.contextmanager
+def late_moves(carrier: Loopback, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(special, "MOVE_BYTES", 1)
     monkeypatch.setattr(carrier.session, "moves", True)
     carrier.mover = SlowMover(carrier)
-    yield carrier, opened
+    yield
     carrier.mover.settle()
     assert carrier.mover.waited > 5, "nothing ever had to wait"
     carrier.mover = None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(
-    max_examples=100_000,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(_steps)
-def test_many_programs(loopback: tuple[Loopback, list[torch.device]], steps: list[Step]) -> None:
-    check(loopback, steps)
+@pytest.mark.parametrize("number", range(50))
+def test_many_programs(
+    loopback: tuple[Loopback, list[torch.device]], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Fifty times two thousand programs, each time others; any of them can be run alone."""
+    with contextlib.ExitStack() as stack:
+        if number % 5 == 0:
+            stack.enter_context(late_moves(loopback[0], monkeypatch))
+
+        @seed(number)
+        @settings(
+            max_examples=2000,
+            deadline=None,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+        @given(_steps)
+        def run_them(steps: list[Step]) -> None:
+            check(loopback, steps)
+
+        run_them()
 
 
 def check(loopback: tuple[Loopback, list[torch.device]], steps: list[Step]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from mesh.device.client.forms import Form
 from mesh.device.client.tensors import device_of
 from mesh.device.errors import DeviceError, OperationFailed, UnsupportedOnDevice
 from tensor_bridge import QuotaExceeded
@@ -416,6 +417,37 @@ def test_numbers_that_change_make_no_new_templates(loopback: Opened) -> None:
         (x + n, x + n / 7, x.mul_(n / 3), x.add_(y, alpha=n / 5), x ** (n / 2))
     carrier.session.flush()
     assert carrier.machine.templates == before
+
+
+def test_a_tensor_that_is_resized_to_its_own_size_keeps_its_layout(d: torch.device) -> None:
+    for device in ("cpu", d):
+        x = torch.zeros(2, 3, device=device).t()
+        assert x.resize_(3, 2).stride() == (1, 3)
+        assert x.resize_(3, 2, memory_format=torch.contiguous_format).stride() == (2, 1)
+
+
+def test_a_storage_does_not_grow_here_alone(d: torch.device) -> None:
+    x, small = torch.ones(8, device=d), torch.ones(2, device=d)
+    x.set_(small.untyped_storage(), 1, (1,))
+    assert x.tolist() == [1.0]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        x.set_(small.untyped_storage(), 0, (4,))
+    assert small.untyped_storage().nbytes() == 8
+
+
+def test_tensors_of_any_type_are_plain_and_outlive_what_made_them(d: torch.device) -> None:
+    for dtype in (torch.float32, torch.complex64, torch.bool, torch.uint16, torch.float8_e5m2):
+        form = Form(d, dtype, (2, 3), (1, 2))
+        made = [form.make() for _ in range(3)]
+        del form
+        others = [Form(d, torch.int64, (size,), (1,)) for size in range(8)]  # in its place
+        for tensor in made:
+            assert type(tensor) is torch.Tensor
+            assert (tensor.dtype, tensor.shape, tensor.stride()) == (dtype, (2, 3), (1, 2))
+            assert tensor.untyped_storage().nbytes() == 6 * dtype.itemsize
+            assert tensor.device == tensor.untyped_storage().device == d
+        del made, tensor, others
+        assert torch.zeros(2, dtype=dtype, device=d).cpu().dtype is dtype
 
 
 def test_what_is_not_supported_says_what_to_do(d: torch.device) -> None:
