@@ -19,7 +19,7 @@ from tests.mesh.nodes import LOOPBACK, node
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = dataclasses.replace(LOOPBACK, connect_timeout=0.4)
+CONFIG = dataclasses.replace(LOOPBACK, connect_timeout=1.0)
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ async def test_d02_where_nobody_is_each_is_named_with_its_reason(tmp_path: Path)
             with pytest.raises(Unreachable, match="any of 4 peers") as caught:
                 async with Node.client(*asked, home=tmp_path, config=CONFIG):
                     pytest.fail("entered")
-    assert time.monotonic() - began < 0.8 + 0.4, "they are tried at once"
+    assert time.monotonic() - began < 1.9, "they are tried at once"
     told = str(caught.value)
     for ticket in asked:
         assert ticket.node_id.short in told
