@@ -19,9 +19,10 @@ from tests.benchmarks.compare import Options, Row, Shown, ratio
 from tests.benchmarks.harness import LOOPBACK, Pipe, Site, child, median
 from transport import EndpointConfig
 
-__all__ = ["OURS", "group", "measure", "missing", "run", "size_name"]
+__all__ = ["OURS", "OURS_LOOP", "group", "measure", "missing", "run", "size_name"]
 
 PART, OURS, GLOO = "collectives", "quicmesh", "gloo (plain TCP)"
+OURS_LOOP = "quicmesh in the loop"
 KIB, MIB = 1 << 10, 1 << 20
 TURN_SECONDS = 0.25
 ANSWER_SECONDS = 120.0
@@ -122,7 +123,11 @@ def _answer(pipe: Pipe) -> Any:
 
 @contextlib.contextmanager
 def group(name: str, sites: Sequence[Site]) -> Iterator[list[Pipe]]:
-    """Run the ranks of a group, one at each site, for the block: ours, or gloo's by other names."""
+    """Run the ranks of a group, one at each site, for the block.
+
+    They are ours by the names `OURS` and `OURS_LOOP`, whose packets are moved by a thread of the
+    rank's and not by a process of its own, and gloo's by others.
+    """
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         store = str(Path(directory) / "store")
         pipes = [
@@ -143,7 +148,7 @@ def _rank(pipe: Pipe, site: Site, name: str, rank: int, size: int, path: str) ->
 
     torch.set_num_threads(1)
     store = dist.FileStore(path, size)
-    if name != OURS:
+    if name not in (OURS, OURS_LOOP):
         os.environ["GLOO_SOCKET_IFNAME"] = site.interface
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         _obey(pipe, size)
@@ -154,7 +159,9 @@ def _rank(pipe: Pipe, site: Site, name: str, rank: int, size: int, path: str) ->
     node = mesh.blocking.Node.embedded(
         key=SecretKey.generate(),
         authorizer=allow_any(),
-        config=EndpointConfig(bind=f"{site.address}:0"),
+        config=EndpointConfig(
+            bind=f"{site.address}:0", placement="loop" if name == OURS_LOOP else None
+        ),
         tensors=False,
         shared_memory=site.namespace is None,
     )

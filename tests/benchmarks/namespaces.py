@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from tests.benchmarks import collectives
+from tests.benchmarks.collectives import OURS, OURS_LOOP
 from tests.benchmarks.compare import Options, Row, Shown, compare, ratio, ready
 from tests.benchmarks.gloo import Gloo
 from tests.benchmarks.harness import Contender, Session, Site
@@ -20,7 +21,11 @@ NBYTES = 64 << 20
 TUNNEL_NBYTES = 32 << 20
 """A tunnel in user space is slow; half of the bytes say as much."""
 
-OURS, GUARDED, PLAIN = "quicmesh", "gloo over WireGuard", "gloo (plain TCP)"
+GUARDED, PLAIN = "gloo over WireGuard", "gloo (plain TCP)"
+
+RANKS = (OURS, OURS_LOOP)
+"""Two ranks and the processes that move their packets are four for the processors of one machine,
+as they are not on two hosts; in the loop there are two."""
 
 BOTH = "both ways at once"
 SIZES = (NBYTES, 1 << 20)
@@ -68,7 +73,12 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
             rows += _measure(sessions, options)
         groups = {
             name: stack.enter_context(collectives.group(name, sites))
-            for name, sites in ((OURS, outside), (GUARDED, inside), (PLAIN, outside))
+            for name, sites in (
+                (OURS, outside),
+                (OURS_LOOP, outside),
+                (GUARDED, inside),
+                (PLAIN, outside),
+            )
             if options.wants(name) and (name != GUARDED or inside is not outside)
         }
         for full in SIZES:
@@ -84,13 +94,17 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
         *(
             Shown(
                 PART,
-                f"MTU 1500: {GUARDED} / {OURS}, {_reduction(full)}",
-                ratio(rows, GUARDED, OURS, _reduction(full)),
+                f"MTU 1500: {GUARDED} / {ours}, {_reduction(full)}",
+                ratio(rows, GUARDED, ours, _reduction(full)),
                 2.0,
             )
+            for ours in RANKS
             for full in SIZES
         ),
-        Shown(PART, f"{_reduction(NBYTES)} / bytes both ways", _share(rows), 0.8),
+        *(
+            Shown(PART, f"{ours}, {_reduction(NBYTES)} / bytes both ways", _share(rows, ours), 0.8)
+            for ours in RANKS
+        ),
     ]
 
 
@@ -98,10 +112,10 @@ def _reduction(nbytes: int) -> str:
     return f"all_reduce of {collectives.size_name(nbytes)}"
 
 
-def _share(rows: list[Row]) -> float | None:
+def _share(rows: list[Row], ours: str) -> float | None:
     """Return how fast an all-reduce of two ranks moves its bytes, to how fast they move alone."""
-    found = {row.figure: row for row in rows if row.contender == OURS}
-    both, reduced = found.get(BOTH), found.get(_reduction(NBYTES))
+    found = {(row.contender, row.figure): row for row in rows}
+    both, reduced = found.get((OURS, BOTH)), found.get((ours, _reduction(NBYTES)))
     if both is None or reduced is None:
         return None
     return reduced.nbytes / reduced.median / both.median  # bytes a microsecond, and megabytes a s
