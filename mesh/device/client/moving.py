@@ -59,6 +59,9 @@ ROOM_SECONDS, ROOM_PAUSE = 5.0, 0.01
 AT_ONCE = 4
 """Uploads that share the way to a peer at a time."""
 
+FAREWELL_SECONDS = 2.0
+"""How long a peer that does not take what has arrived has to say what became of the session."""
+
 _NOTHING = TensorMeta(torch.uint8, (0,), (0,))
 
 _log = logging.getLogger("quicmesh.device")
@@ -225,6 +228,8 @@ class Mover:
             await _persist(lambda: self._report(arrived), self)
             object_id = None  # it is the session's now
         except MeshError as error:
+            # A peer that has lost the session is about to say why, which ends this task.
+            await anyio.sleep(FAREWELL_SECONDS)
             why = f"what was moved to it did not arrive: {error}"
             self._session.fail(SessionLost("a move between devices", peer=self.peer.label, why=why))
         finally:
