@@ -25,6 +25,7 @@ from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
 from mesh.device.handover import ARRIVED_CALL, Arrived, PutIn, Taken, TakeOut, transit_name
 from mesh.device.link import BROKEN
 from tensor_bridge import QuotaExceeded, TensorMeta, TensorRef
+from tensor_bridge.huge_pages import prefer
 from tensor_bridge.lanes import sealed_snapshot
 from transport import Backoff, CborValue
 
@@ -298,7 +299,7 @@ class Mover:
             held = await self._held(request, meta)
             try:
                 tensor = await _persist(partial(self._get, held), self)
-                await anyio.to_thread.run_sync(partial(target.copy_, tensor))
+                await anyio.to_thread.run_sync(_land, target, tensor)
                 _settle(landed, None)
             finally:
                 over()
@@ -324,6 +325,13 @@ class Mover:
     async def _report(self, arrived: Arrived) -> None:
         connection = await self.peer.connection()
         await connection.call(ARRIVED_CALL, arrived.encode(), timeout=REPORT_SECONDS)
+
+
+def _land(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy to memory that mostly is new, and takes half as long in huge pages."""
+    if target.is_contiguous():
+        prefer(target.data_ptr(), target.nbytes)
+    target.copy_(tensor)
 
 
 async def _persist(attempt: Callable[[], Awaitable[_T]], *movers: Mover) -> _T:

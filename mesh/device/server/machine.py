@@ -25,6 +25,7 @@ from mesh.device.server.randomness import RandomStates
 from mesh.device.server.sequence import Sequences
 from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
 from tensor_bridge.codec import memory_order
+from tensor_bridge.huge_pages import HUGE_PAGE, prefer
 from transport import CborValue, LimitExceeded, ProtocolError
 
 __all__ = ["Machine", "MachineLimits"]
@@ -535,8 +536,11 @@ class Machine:
         target.copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def _zeros(self, geometry: wire.Geometry, nbytes: int, device: torch.device) -> torch.Tensor:
-        flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        return _over(flat, geometry)
+        if device.type != "cpu" or nbytes < HUGE_PAGE:
+            return _over(torch.zeros(nbytes, dtype=torch.uint8, device=device), geometry)
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        prefer(flat.data_ptr(), nbytes)
+        return _over(flat.zero_(), geometry)
 
     def _layout(self, number: int) -> wire.Layout | None:
         program = self._programs.get(number)
