@@ -126,6 +126,9 @@ def _be(kind: type[Any], name: str, rank: int, directory: Path, write: int) -> N
         with (directory / f"log-{rank}").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+        # After a fork the first of these makes torch's pool anew, and of two at once, from two
+        # threads, one finds none.
+        torch.set_num_threads(1)
         test = kind(name)
         test.rank, test.file_name = rank, f"{directory}/store"
         autograd_views.is_fast = name in autograd_views.FAST
