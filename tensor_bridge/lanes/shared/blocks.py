@@ -293,13 +293,13 @@ class TheirBlocks:
         """Return what was written to a block; None if it is not there any more.
 
         Raises:
-            ProtocolError: it is lent already, or not as long as the tensor is.
+            ProtocolError: it is lent already, or shorter than the tensor, or that has no bytes.
         """
         block = self._blocks.get(number)
         if block is None:
             return None
-        if block.is_lent or block.nbytes < meta.nbytes:
-            raise _broken("a block that is lent already, or too small")
+        if block.is_lent or not 0 < meta.nbytes <= block.nbytes:
+            raise _broken("a block that is lent already, or too small, or for no bytes")
         block.is_lent = True
         return Loan(self, block, lend, meta)
 
