@@ -339,11 +339,13 @@ class Lanes:
     async def borrowed(
         self, connection: Connection, block: int, lend: int, meta: TensorMeta
     ) -> Loan | None:
-        """Return the same, also if much else has come before it; None if there is no link any more.
+        """Return the same, also if much else comes before it, or the link; None if there is none.
 
         Raises:
             ConnectionClosed: as `borrow`.
         """
+        if self._sharing is not None:
+            await self._sharing.linked(connection)
         while (link := self._link(connection)) is not None:
             is_more = link.take_what_is_there()
             with link.checking():

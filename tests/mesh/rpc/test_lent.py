@@ -17,6 +17,7 @@ from mesh.rpc import Agent
 from mesh.rpc.tensors.carriage import MOST_LENT
 from mesh.rpc.wire import PART_SERVICE, Request
 from tensor_bridge.lanes import LaneConfig
+from tensor_bridge.lanes.shared import sharing
 from tensor_bridge.lanes.shared.blocks import LEAST_BYTES, OwnBlocks
 from tensor_bridge.lanes.shared.host import unavailable
 from tests.mesh.nodes import eventually
@@ -211,3 +212,33 @@ async def test_nothing_is_borrowed_of_who_shares_no_memory(
         monkeypatch.setattr(Request, "encode", lying)
         with pytest.raises(rpc.RefLost), anyio.fail_after(3):
             await a.call(b.node_id, keep, (x,))
+
+
+@pytest.mark.parametrize("late", ["admit", "introduce"])
+async def test_what_is_lent_by_who_has_the_link_already_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, opened: Counter[str], late: str
+) -> None:
+    """Either end may be the first to have the link, and lends at once."""
+    getting = getattr(sharing, late)
+
+    async def get(*args: Any) -> Any:
+        found = await getting(*args)
+        await anyio.sleep(0.3)  # as a loop that is busy
+        return found
+
+    monkeypatch.setattr(sharing, late, get)
+    async with agents(2) as (a, b):
+        for agent in a, b:
+            agent.lanes.config = LaneConfig(in_process=False)
+        caller, callee = (a, b) if late == "admit" else (b, a)
+        x = torch.ones(LENGTH)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(a.lanes.meet, connection(a, b.node_id))
+            await eventually(lambda: has_link(caller, callee))
+            assert not has_link(callee, caller)
+            assert await caller.call(callee.node_id, keep, (x,)) == 1
+        assert not opened[PART_SERVICE]
+
+
+def has_link(a: Agent, b: Agent) -> bool:
+    return a.lanes._link(connection(a, b.node_id)) is not None
