@@ -262,8 +262,8 @@ class Lanes:
     ) -> AsyncIterator[dict[int, tuple[int, int]]]:
         """Write tensors to blocks of ours, for the peer to copy them from there.
 
-        The peer gives each back when it has it. If the context is left by an error, nobody knows
-        whether it will, and none is used again.
+        The peer gives each back when it has it, which it has by the end of the context, or loses it
+        soon. If the context is left by an error, nobody knows, and none is used again.
 
         Args:
             connection: with the peer.
@@ -290,6 +290,8 @@ class Lanes:
             for _, lend in lent.values():
                 link.blocks.drop_lent(lend)
             raise
+        for _, lend in lent.values():
+            link.blocks.due(lend)
 
     async def take_back(
         self,
