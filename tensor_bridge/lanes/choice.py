@@ -262,8 +262,8 @@ class Lanes:
     ) -> AsyncIterator[dict[int, tuple[int, int]]]:
         """Write tensors to blocks of ours, for the peer to copy them from there.
 
-        The peer gives each back when it has it. If the context is left by an error, nobody knows
-        whether it will, and none is used again.
+        The peer gives each back when it has it, which it has by the end of the context, or loses it
+        soon. If the context is left by an error, nobody knows, and none is used again.
 
         Args:
             connection: with the peer.
@@ -290,6 +290,8 @@ class Lanes:
             for _, lend in lent.values():
                 link.blocks.drop_lent(lend)
             raise
+        for _, lend in lent.values():
+            link.blocks.due(lend)
 
     async def take_back(
         self,
@@ -339,11 +341,13 @@ class Lanes:
     async def borrowed(
         self, connection: Connection, block: int, lend: int, meta: TensorMeta
     ) -> Loan | None:
-        """Return the same, also if much else has come before it; None if there is no link any more.
+        """Return the same, also if much else comes before it, or the link; None if there is none.
 
         Raises:
             ConnectionClosed: as `borrow`.
         """
+        if self._sharing is not None:
+            await self._sharing.linked(connection)
         while (link := self._link(connection)) is not None:
             is_more = link.take_what_is_there()
             with link.checking():

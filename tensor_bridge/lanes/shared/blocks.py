@@ -103,6 +103,8 @@ class Block:
         self.readers = 0
         self.is_fresh = True
         self.free_since: float | None = None
+        self.due_since: float | None = None
+        """Since when the other end has no use for it any more, while it is lent."""
 
 
 class OwnBlocks:
@@ -147,7 +149,7 @@ class OwnBlocks:
 
     def lend(self, block: Block, nbytes: int) -> int:
         """Return what to call this lending of the first `nbytes` of a block."""
-        block.is_fresh, block.length = False, nbytes
+        block.is_fresh, block.length, block.due_since = False, nbytes, None
         self._lends += 1
         block.lend = self._lends
         return self._lends
@@ -169,6 +171,12 @@ class OwnBlocks:
         if block is not None:
             block.lend, block.free_since = None, time.monotonic()
 
+    def due(self, lend: int) -> None:
+        """Wait no longer than for a free one for the block lent by this name to be given back."""
+        block = self.lent(lend)
+        if block is not None:
+            block.due_since = time.monotonic()
+
     def lent(self, lend: int) -> Block | None:
         """Return the block that is lent by this name."""
         for block in self._blocks.values():
@@ -183,9 +191,10 @@ class OwnBlocks:
         )
 
     def expire(self, now: float) -> None:
-        """Forget what was free for too long."""
+        """Forget what was free, or due, for too long."""
         for block in tuple(self._blocks.values()):
-            if block.free_since is not None and now - block.free_since >= KEEP_SECONDS:
+            since = block.free_since if block.lend is None else block.due_since
+            if since is not None and now - since >= KEEP_SECONDS:
                 self.drop(block)
 
     def close(self) -> None:
@@ -293,13 +302,13 @@ class TheirBlocks:
         """Return what was written to a block; None if it is not there any more.
 
         Raises:
-            ProtocolError: it is lent already, or not as long as the tensor is.
+            ProtocolError: it is lent already, or shorter than the tensor, or that has no bytes.
         """
         block = self._blocks.get(number)
         if block is None:
             return None
-        if block.is_lent or block.nbytes < meta.nbytes:
-            raise _broken("a block that is lent already, or too small")
+        if block.is_lent or not 0 < meta.nbytes <= block.nbytes:
+            raise _broken("a block that is lent already, or too small, or for no bytes")
         block.is_lent = True
         return Loan(self, block, lend, meta)
 

@@ -75,6 +75,16 @@ class _Pair:
         self.linked = anyio.Event()
         self.meeting: _Meeting | None = None
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether the peer was asked here, and nobody knows yet whether there will be one."""
+        return self.settled is not None and not self.settled.is_set()
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether there may be one soon, whoever has asked."""
+        return self.meeting is not None or self.is_asking
+
     def give_up(self) -> None:
         """The connection is over."""
         if self.meeting is not None:
@@ -171,6 +181,14 @@ class Sharing:
             return None
         return pair.link
 
+    async def linked(self, connection: Connection) -> Link | None:
+        """Return the same for who was told by the peer that there is one: it may come here yet."""
+        pair = self._pairs.get(connection)
+        if pair is not None and pair.link is None and pair.is_meeting:
+            with anyio.move_on_after(MEETING_SECONDS):
+                await pair.linked.wait()
+        return self.link(connection)
+
     def why_not(self, connection: Connection) -> str | None:
         """Return why there is no link; None if there is one, or if nobody has asked yet."""
         if self._off is not None:
@@ -255,8 +273,7 @@ class Sharing:
             return LaneRefused(self._off).encode()
         if pair.link is not None:
             return LaneRefused("there is some already").encode()
-        is_asking = pair.settled is not None and not pair.settled.is_set()
-        if is_asking and connection.outbound:
+        if pair.is_asking and connection.outbound:
             # Both ask at once: who has dialled goes on.
             return LaneRefused("the peer was asking, too, and did not go on", now=True).encode()
         why = apart(here().marks(ASKER, *ids, asked.nonce), asked.marks)

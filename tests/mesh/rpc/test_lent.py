@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +18,8 @@ from mesh.rpc import Agent
 from mesh.rpc.tensors.carriage import MOST_LENT
 from mesh.rpc.wire import PART_SERVICE, Request
 from tensor_bridge.lanes import LaneConfig
-from tensor_bridge.lanes.shared.blocks import LEAST_BYTES, OwnBlocks
+from tensor_bridge.lanes.shared import sharing
+from tensor_bridge.lanes.shared.blocks import KEEP_SECONDS, LEAST_BYTES, OwnBlocks
 from tensor_bridge.lanes.shared.host import unavailable
 from tests.mesh.nodes import eventually
 from tests.mesh.rpc.nodes import agents
@@ -211,3 +213,55 @@ async def test_nothing_is_borrowed_of_who_shares_no_memory(
         monkeypatch.setattr(Request, "encode", lying)
         with pytest.raises(rpc.RefLost), anyio.fail_after(3):
             await a.call(b.node_id, keep, (x,))
+
+
+async def test_a_callee_that_gives_nothing_back_does_not_keep_it(
+    pair: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    borrowed, held = b.lanes.borrowed, list[Any]()
+
+    async def hold(*args: Any) -> Any:
+        held.append(await borrowed(*args))
+        return held[-1]
+
+    await eventually(lambda: not lent(a, b))
+    monkeypatch.setattr(b.lanes, "borrowed", hold)
+    assert await a.call(b.node_id, keep, (torch.full((LENGTH,), 7.0),)) == 7
+    assert lent(a, b) == 1
+    blocks(a, b).expire(time.monotonic())
+    assert lent(a, b) == 1
+    blocks(a, b).expire(time.monotonic() + KEEP_SECONDS)
+    assert not blocks(a, b)._blocks
+    held.clear()  # late, and of no block that anybody knows
+    assert await a.call(b.node_id, keep, (torch.full((LENGTH,), 8.0),)) == 8
+
+
+@pytest.mark.parametrize("late", ["admit", "introduce"])
+async def test_what_is_lent_by_who_has_the_link_already_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, opened: Counter[str], late: str
+) -> None:
+    """Either end may be the first to have the link, and lends at once."""
+    getting = getattr(sharing, late)
+
+    async def get(*args: Any) -> Any:
+        found = await getting(*args)
+        await anyio.sleep(0.3)  # as a loop that is busy
+        return found
+
+    monkeypatch.setattr(sharing, late, get)
+    async with agents(2) as (a, b):
+        for agent in a, b:
+            agent.lanes.config = LaneConfig(in_process=False)
+        caller, callee = (a, b) if late == "admit" else (b, a)
+        x = torch.ones(LENGTH)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(a.lanes.meet, connection(a, b.node_id))
+            await eventually(lambda: has_link(caller, callee))
+            assert not has_link(callee, caller)
+            assert await caller.call(callee.node_id, keep, (x,)) == 1
+        assert not opened[PART_SERVICE]
+
+
+def has_link(a: Agent, b: Agent) -> bool:
+    return a.lanes._link(connection(a, b.node_id)) is not None

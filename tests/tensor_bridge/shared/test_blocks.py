@@ -492,6 +492,8 @@ def test_a_block_is_lent_once_and_as_long_as_it_is() -> None:
     assert theirs.lend(1, 1, meta) is None
     with pytest.raises(ProtocolError, match="too small"):
         theirs.lend(0, 1, describe(tensor_of(0, SIZE + 1)))
+    with pytest.raises(ProtocolError, match="no bytes"):
+        theirs.lend(0, 1, describe(tensor_of(0, 0)))
     loan = theirs.lend(0, 1, meta)
     assert loan is not None
     with pytest.raises(ProtocolError, match="lent already"):
