@@ -272,7 +272,8 @@ class Link:
         while self._gone is None and (self._ready or self._writing or self._has_queued()):
             await self._idle_event.wait()
         if self._gone is None and self.attached.is_set():
-            with contextlib.suppress(MeshError):  # the reader will find out
+            # The reader will find out; or the link has ended here meanwhile.
+            with contextlib.suppress(MeshError, anyio.ClosedResourceError):
                 await self._streams["data"].drained(self._moved)
 
     def close(self) -> None:

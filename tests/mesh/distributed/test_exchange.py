@@ -346,6 +346,28 @@ def test_leaving_is_quick_whoever_goes_first(cluster) -> None:
     assert time.monotonic() - began < 2
 
 
+def test_a_link_that_ends_while_it_waits_for_the_other_side_has_left(cluster, monkeypatch) -> None:
+    groups = cluster.form(2)
+    # Nothing is acknowledged any more.
+    monkeypatch.setattr(cluster.nodes[1].endpoint._socket, "send", lambda *_: True)
+    groups[0].send([torch.ones(10)], 1, 3).wait()
+    one = groups[0]._engine.exchange._links[1]
+    errors: list[BaseException | None] = []
+    leaving = threading.Thread(
+        target=lambda: errors.extend(outcomes(1, lambda _: groups[0].shutdown()))
+    )
+    leaving.start()
+    while len(one._streams["data"]._waits) < 2:  # one of which is its reader
+        time.sleep(0.01)
+    began = time.monotonic()
+    for index, link_of in enumerate((one, groups[1]._engine.exchange._links[0])):
+        cluster.nodes[index].portal.call(link_of.close)
+    leaving.join()
+    monkeypatch.undo()
+    assert errors == [None]
+    assert time.monotonic() - began < 1
+
+
 def test_closing_the_node_ends_the_group(cluster) -> None:
     with loopback_node() as leaving, loopback_node() as staying:
         store = dist.HashStore()

@@ -360,9 +360,11 @@ class _Packets:
             return
         receiver = ReceivePart.of(stream)
         at = offset - receiver.target_start
-        if at >= 0 and end <= receiver.target_stop and not receiver.is_finished:
+        # What has been delivered may be looked at, and is not written once more.
+        is_ahead = offset >= receiver.delivered and end <= receiver.target_stop
+        if is_ahead and receiver.target is not None and not receiver.is_finished:
             # The peer may not have been allowed this much, and is told so at the end of the run.
-            receiver.target[at : at + stop - start] = memoryview(self._plain)[start:stop]  # type: ignore[index]
+            receiver.target[at : at + stop - start] = memoryview(self._plain)[start:stop]
             self._stop = end
             self._fin = bool(kind & WITH_FIN)
         else:

@@ -31,8 +31,9 @@ class ReceivedWindow:
         if last > self._top:
             self._bits = (self._bits << min(last - self._top, SIZE)) & _ALL
             self._top = last
-        length = last - first + 1
-        self._bits |= (((1 << min(length, SIZE)) - 1) << (self._top - last)) & _ALL
+        length, age = last - first + 1, self._top - last
+        if age < SIZE:  # a peer may leave out as many numbers as there are
+            self._bits |= (((1 << min(length, SIZE)) - 1) << age) & _ALL
 
     def __contains__(self, number: int) -> bool:
         age = self._top - number
