@@ -347,6 +347,15 @@ def test_random_state_is_kept_and_forked(d: torch.device, other: torch.device) -
     assert torch.equal(torch.randn(3, device=d).cpu(), inside)
 
 
+def test_checkpointing_draws_again_what_it_has_drawn(d: torch.device, other: torch.device) -> None:
+    for device in (d, other):
+        x = torch.ones(64, device=device, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(F.dropout, x, use_reentrant=False)
+        torch.randn(3, device=device)
+        y.sum().backward()
+        assert torch.equal(x.grad.cpu(), y.detach().cpu())
+
+
 def test_an_error_is_told_where_its_value_is_read(loopback: Opened) -> None:
     carrier, (d, _) = loopback
     x = torch.ones(3, device=d)
