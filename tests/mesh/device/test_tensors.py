@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +195,18 @@ def copies(d: Any) -> Any:
     )
 
 
+def copies_of_views(d: Any) -> Any:
+    z = torch.tensor([1 + 2j, 3 - 4j], device=d)
+    views = [z.conj(), z.conj().imag, z]
+    views[0].note = ["mine"]
+    made = [*copy.deepcopy(views), *pickle.loads(pickle.dumps(views))]
+    layer = pickle.loads(pickle.dumps(nn.Linear(2, 2, device=d).requires_grad_(False)))
+    layer.weight.fill_(1)
+    copied = copy.deepcopy(views[0])
+    copied.note.append("its")
+    return (*made, layer.weight, layer.weight.device == z.device, views[0].note, copied.note)
+
+
 def batches(d: Any) -> Any:
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     return [each[0].to(d) for each in torch.utils.data.DataLoader(data, 2, pin_memory=d != "cpu")]
@@ -266,7 +279,7 @@ def test_what_grows_takes_the_layout_that_torch_gives_it(work: Any, d: torch.dev
         *(views_and_writes, out_arguments, indexing, wrapped_numbers, complex_bits, foreach),
         *(devices_and_types, second_order, transforms, random_numbers, resizing, reductions),
         *(frozen_statistics, algebra, recurrent, copies, batches, shape_that_varies),
-        *(default_types, options_that_are_numbers),
+        *(default_types, options_that_are_numbers, copies_of_views),
     ],
     ids=lambda program: program.__name__,
 )
@@ -465,6 +478,8 @@ def test_what_is_not_supported_says_what_to_do(d: torch.device) -> None:
         x.to_sparse()
     with pytest.raises(UnsupportedOnDevice, match=r"tensor\.cpu\(\)"):
         torch.utils.dlpack.to_dlpack(x)
+    with pytest.raises(UnsupportedOnDevice, match=r"tensor\.cpu\(\)"):
+        torch.from_dlpack(x)
     with pytest.raises(UnsupportedOnDevice, match="Seed the device"):
         torch.rand(2, device=d, generator=torch.Generator())
     with pytest.raises(TypeError, match=r"Tensor\.cpu\(\)"):
