@@ -61,7 +61,8 @@ def register() -> None:
         _kept.extend((hook, guard, module, library, everything))
         _register_kernels(library)
         _register_lookalikes(library)
-        everything.fallback(_refuse, "PrivateUse1")
+        for key in ("PrivateUse1", "SparsePrivateUse1"):
+            everything.fallback(_refuse, key)
         autocast.register(library, everything)
         patches.patch()
         # torch takes a fused layer of a transformer that is evaluated for its own devices and for

@@ -89,7 +89,7 @@ def _patch_files(storage: Any) -> None:
     def set_from_file(self: Any, *args: Any) -> Any:
         if self.device.type != BACKEND:
             return read(self, *args)
-        self.copy_(read(torch.UntypedStorage(self.nbytes()), *args))
+        self.copy_(read(storage(self.nbytes()), *args))
         return self
 
     storage._write_file, storage._set_from_file = write_file, set_from_file
