@@ -103,7 +103,7 @@ _INTERNAL = """
     _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd _log_softmax
     _log_softmax_backward_data _logcumsumexp _masked_scale _masked_softmax
     _masked_softmax_backward _native_batch_norm_legit _native_batch_norm_legit_functional
-    _native_batch_norm_legit_no_training _pack_padded_sequence _pdist_backward _pdist_forward
+    _native_batch_norm_legit_no_training _pdist_backward _pdist_forward
     _prelu_kernel _prelu_kernel_backward _safe_softmax _sample_dirichlet
     _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward _slow_conv2d_backward

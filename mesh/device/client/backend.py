@@ -61,7 +61,8 @@ def register() -> None:
         _kept.extend((hook, guard, module, library, everything))
         _register_kernels(library)
         _register_lookalikes(library)
-        everything.fallback(_refuse, "PrivateUse1")
+        for key in ("PrivateUse1", "SparsePrivateUse1"):
+            everything.fallback(_refuse, key)
         autocast.register(library, everything)
         patches.patch()
         # torch takes a fused layer of a transformer that is evaluated for its own devices and for
@@ -103,23 +104,42 @@ class _Guard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
+class _Current(threading.local):
+    """The device that `_Context` says."""
+
+    index = 0
+
+
+_current = _Current()
+
+
 class _Context:
-    """``with torch.mesh.device(k)``: there is no current device, so it does nothing."""
+    """``with torch.mesh.device(k)``: whose state of random numbers is meant where none is named.
+
+    That is how ``torch.utils.checkpoint`` keeps those of its arguments' devices. New tensors are on
+    the device that they are made for all the same.
+    """
 
     def __init__(self, device: Any) -> None:
-        pass
+        self._index = _index_of(device)
+        self._before = 0
 
     def __enter__(self) -> None:
-        pass
+        self._before, _current.index = _current.index, self._index
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        _current.index = self._before
 
 
 class _Module:
     """``torch.mesh``: what torch looks up on the module of a device type."""
 
     device = _Context
+
+    @property
+    def _initialized(self) -> bool:
+        """Whether ``torch.utils.checkpoint`` is to keep the state of random numbers."""
+        return bool(devices)
 
     def is_initialized(self) -> bool:
         return bool(devices)
@@ -196,8 +216,12 @@ def _seed(chosen: Iterable[Device], seed: int) -> None:
 
 
 def _one(device: Any) -> Device:
-    index = device if isinstance(device, int) else torch.device(device).index
-    return device_of(torch.device(BACKEND, index or 0))
+    return device_of(torch.device(BACKEND, _index_of(device)))
+
+
+def _index_of(device: Any) -> int:
+    index: int | None = device if isinstance(device, int) else torch.device(device).index
+    return _current.index if index is None else index
 
 
 def _chosen(device: Any) -> list[Device]:

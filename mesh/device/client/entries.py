@@ -361,17 +361,15 @@ class _Inference:
 
     def _place(self, result: torch.Tensor) -> int | str | tuple[int, int] | None:
         """Return which argument a result is, if it is one."""
-        source = next((tensor for meta, tensor in self._metas if meta is result), None)
-        if source is None:
-            return None
-        for index, value in enumerate(self._args):
-            if value is source:
+        # By the meta tensor, of which each argument has one: a tensor may be several arguments.
+        for index, value in enumerate(self._meta_args):
+            if value is result:
                 return index
-            if isinstance(value, list | tuple):
+            if isinstance(value, list):
                 for inner, item in enumerate(value):
-                    if item is source:
+                    if item is result:
                         return (index, inner)
-        return next(key for key, value in self._kwargs.items() if value is source)
+        return next((key for key, value in self._meta_kwargs.items() if value is result), None)
 
     def _meta(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -5,6 +5,7 @@ Each of these wraps what torch has, and does as that did for every other device.
 
 from __future__ import annotations
 
+from copy import deepcopy as deep_copy
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def patch() -> None:
     _patch_new(storage)
     _patch_copy(storage)
     _patch_data_ptr(storage)
+    _patch_files(storage)
     _patch_deepcopy(tensor)
     _patch_dlpack(tensor)
     _patch_backward()
@@ -77,6 +79,22 @@ def _patch_data_ptr(storage: Any) -> None:
     storage.data_ptr = data_ptr
 
 
+def _patch_files(storage: Any) -> None:
+    """Have ``pickle``, and ``torch.save`` in its older format, write and read the elements."""
+    write, read = storage._write_file, storage._set_from_file
+
+    def write_file(self: Any, *args: Any) -> Any:
+        return write(self if self.device.type != BACKEND else self.cpu(), *args)
+
+    def set_from_file(self: Any, *args: Any) -> Any:
+        if self.device.type != BACKEND:
+            return read(self, *args)
+        self.copy_(read(storage(self.nbytes()), *args))
+        return self
+
+    storage._write_file, storage._set_from_file = write_file, set_from_file
+
+
 def _patch_deepcopy(tensor: Any) -> None:
     original = tensor.__deepcopy__
 
@@ -90,9 +108,14 @@ def _patch_deepcopy(tensor: Any) -> None:
         if key not in memo:
             memo[key] = _bytes(self.untyped_storage()).clone().untyped_storage()
         copy = tensor_over(memo[key], geometry_of(self), self.device)
+        if self.is_conj():
+            copy = copy.conj_physical()
+        if self.is_neg():
+            copy = copy.neg()
         copy.requires_grad_(self.requires_grad)
         if self.grad is not None:
             copy.grad = deepcopy(self.grad, memo)
+        copy.__dict__ = deep_copy(self.__dict__, memo)
         memo[id(self)] = copy
         return copy
 
@@ -102,6 +125,7 @@ def _patch_deepcopy(tensor: Any) -> None:
 def _patch_dlpack(tensor: Any) -> None:
     for place, name in (
         (tensor, "__dlpack__"),
+        (tensor, "__dlpack_device__"),
         (torch, "to_dlpack"),
         (torch.utils.dlpack, "to_dlpack"),
     ):

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,11 @@ def out_arguments(d: Any) -> Any:
     x = torch.ones(2, device=d)
     torch.add(x, 1, out=fits)
     torch.add(x, 2, out=grows)
-    return fits, grows
+    with torch.inference_mode():
+        y, z = torch.ones(2, device=d), torch.zeros(2, device=d)
+        torch.ops.aten.mul.out(y, z, out=y)  # what is written is an argument besides
+        returned = torch.ops.aten.mul.out(y, y, out=z) is z
+    return fits, grows, returned
 
 
 def indexing(d: Any) -> Any:
@@ -169,6 +174,19 @@ def frozen_statistics(d: Any) -> Any:
     return first, second, z.grad, layer.weight.grad, layer.running_mean
 
 
+def packed_sequences(d: Any) -> Any:
+    rnn = nn.utils.rnn
+    x = (torch.arange(12.0).view(3, 2, 2) / 12).to(d).requires_grad_()
+    with torch.no_grad():
+        layer = nn.GRU(2, 2).requires_grad_(False)
+        for each in layer.parameters():
+            each.fill_(0.5)
+    packed, last = layer.to(d)(rnn.pack_padded_sequence(x, torch.tensor([3, 1])))
+    padded, lengths = rnn.pad_packed_sequence(packed)
+    padded.sum().backward()
+    return padded.detach().cpu().round(decimals=5), last.shape, lengths, x.grad.bool()
+
+
 def copies(d: Any) -> Any:
     layer: Any = nn.Linear(2, 2)
     with torch.no_grad():
@@ -192,6 +210,18 @@ def copies(d: Any) -> Any:
         shared,
         other.tied is other.weight,
     )
+
+
+def copies_of_views(d: Any) -> Any:
+    z = torch.tensor([1 + 2j, 3 - 4j], device=d)
+    views = [z.conj(), z.conj().imag, z]
+    views[0].note = ["mine"]
+    made = [*copy.deepcopy(views), *pickle.loads(pickle.dumps(views))]
+    layer = pickle.loads(pickle.dumps(nn.Linear(2, 2, device=d).requires_grad_(False)))
+    layer.weight.fill_(1)
+    copied = copy.deepcopy(views[0])
+    copied.note.append("its")
+    return (*made, layer.weight, layer.weight.device == z.device, views[0].note, copied.note)
 
 
 def batches(d: Any) -> Any:
@@ -266,7 +296,7 @@ def test_what_grows_takes_the_layout_that_torch_gives_it(work: Any, d: torch.dev
         *(views_and_writes, out_arguments, indexing, wrapped_numbers, complex_bits, foreach),
         *(devices_and_types, second_order, transforms, random_numbers, resizing, reductions),
         *(frozen_statistics, algebra, recurrent, copies, batches, shape_that_varies),
-        *(default_types, options_that_are_numbers),
+        *(default_types, options_that_are_numbers, copies_of_views, packed_sequences),
     ],
     ids=lambda program: program.__name__,
 )
@@ -345,6 +375,15 @@ def test_random_state_is_kept_and_forked(d: torch.device, other: torch.device) -
     with torch.random.fork_rng([d.index], device_type="mesh"):
         inside = torch.randn(3, device=d).cpu()
     assert torch.equal(torch.randn(3, device=d).cpu(), inside)
+
+
+def test_checkpointing_draws_again_what_it_has_drawn(d: torch.device, other: torch.device) -> None:
+    for device in (d, other):
+        x = torch.ones(64, device=device, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(F.dropout, x, use_reentrant=False)
+        torch.randn(3, device=device)
+        y.sum().backward()
+        assert torch.equal(x.grad.cpu(), y.detach().cpu())
 
 
 def test_an_error_is_told_where_its_value_is_read(loopback: Opened) -> None:
@@ -456,6 +495,11 @@ def test_what_is_not_supported_says_what_to_do(d: torch.device) -> None:
         x.to_sparse()
     with pytest.raises(UnsupportedOnDevice, match=r"tensor\.cpu\(\)"):
         torch.utils.dlpack.to_dlpack(x)
+    with pytest.raises(UnsupportedOnDevice, match=r"tensor\.cpu\(\)"):
+        torch.from_dlpack(x)
+    picked = nn.Embedding(2, 2, sparse=True, device=d)(torch.tensor([0], device=d)).sum()
+    with pytest.raises(UnsupportedOnDevice, match="sparse_coo"):
+        picked.backward()
     with pytest.raises(UnsupportedOnDevice, match="Seed the device"):
         torch.rand(2, device=d, generator=torch.Generator())
     with pytest.raises(TypeError, match=r"Tensor\.cpu\(\)"):
