@@ -72,7 +72,7 @@ class Form:
             return
         numbers = ctypes.c_int64 * len(shape)
         self._numbers = numbers(*shape), numbers(*strides)
-        self._description = made = _free.pop() if _free else _immortal()
+        self._description = made = _description()
         made.device_type, made.device_id = _EXTENSION, device.index
         made.ndim = len(shape)
         made.code, made.bits, made.lanes = kind, 8 * dtype.itemsize, 1
@@ -115,10 +115,14 @@ tensor was made of for a deleter. It has none, and no other form that has the de
 has one; but it must be there, whatever else the interpreter has let go of."""
 
 
-def _immortal() -> _Description:
-    made = _Description()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-    return made
+def _description() -> _Description:
+    """Return one that no form has, and that stays for ever."""
+    try:
+        return _free.pop()
+    except IndexError:
+        made = _Description()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+        return made
 
 
 class _Wrapper(torch.Tensor):
