@@ -30,7 +30,7 @@ import mesh.blocking
 from auth import AccessDenied, NodeId, SecretKey, Ticket, allow_any, deny_all, load_or_create_key
 from examples.app import App, Members, open_app
 from examples.fastapi_app import make_app
-from mesh import Node, returns
+from mesh import Node, recently_lost
 from tensor_bridge import moves
 from tests.e2e.machines import Daemon
 from tests.mesh.nodes import eventually
@@ -196,7 +196,7 @@ def test_stop(
     kind: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How long our move looks for the way to an app that is gone is not what is tested.
-    monkeypatch.setattr(returns, "RETURN_SECONDS", 0.5)
+    monkeypatch.setattr(recently_lost, "RETURN_SECONDS", 0.5)
     monkeypatch.setattr(moves, "PATIENCE", 0.5)
     key = SecretKey.generate()
     with (

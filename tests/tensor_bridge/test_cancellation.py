@@ -341,6 +341,30 @@ async def kept_in_a_block(m: Moves) -> AsyncIterator[Operation]:
         assert other.is_empty
 
 
+@covers("tensor_bridge.Lanes.lending", "tensor_bridge.Lanes.borrowed", stride=2)
+async def lent_for_a_call(m: Moves) -> AsyncIterator[Operation]:
+    async with together(*(node(lanes=LANES["shared-memory"]) for _ in range(2))) as (one, other):
+        client, tensor = await one.client(other), filled((LEAST_BYTES,), torch.uint8)
+        await client.delete(await client.put(tensor))
+        await eventually(lambda: all(link.calls is not None for link in _links(one, other)))
+        here = one.endpoint.connection(other.endpoint.node_id)
+        there = other.endpoint.connection(one.endpoint.node_id)
+        assert here is not None
+        assert there is not None
+        meta = describe(tensor)
+
+        async def run() -> None:
+            async with one.lanes.lending(here, {7: Payload(tensor, meta)}) as lent:
+                loan = await other.lanes.borrowed(there, *lent[7], meta)
+                assert loan is not None
+                assert same(loan.raw, tensor)
+
+        yield run
+        ours, theirs = _links(one, other)
+        await eventually(lambda: not ours.blocks.has_lent(LEAST_BYTES))
+        await eventually(lambda: len(theirs.their_blocks._blocks) == len(ours.blocks) <= 1)
+
+
 def _links(*nodes: Node) -> list[Link]:
     sharings = [each.lanes._sharing for each in nodes]
     pairs = [pair for each in sharings if each is not None for pair in each._pairs.values()]

@@ -22,8 +22,8 @@ def test_collective_names() -> None:
         "COLLECTIVE", "CollectiveError", "CollectiveMismatch", "CollectiveTimeout", "Exchange",
         "GroupAborted", "Header", "Hosts", "Operation", "RankFailed", "RankLeft", "RankLost",
         "Reduction", "Signature", "Transfer", "UnsupportedCollective", "all_gather", "all_reduce",
-        "all_reduce_sparse", "all_to_all", "barrier", "blank", "broadcast", "check_distinct",
-        "check_readable", "check_writable", "expect",
+        "all_reduce_sparse", "all_to_all", "apart", "barrier", "blank", "broadcast",
+        "check_distinct", "check_readable", "check_writable", "expect",
         "gather", "gathered", "monitored_barrier", "raw", "reduce", "reduce_scatter",
         "refuse_unless_reducible", "refuse_unless_sparse_reducible", "scatter", "scatter_back",
     ]  # fmt: skip
