@@ -192,7 +192,7 @@ def test_two_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     )
     expected = {"quicmesh"} | (set() if missing_wireguard() else {"gloo over WireGuard"})
     assert contenders(figures) == expected
-    assert sum("what" in each and each["goal"] == 2.0 for each in figures) == 3
+    assert sum("what" in each and each["goal"] == 2.0 for each in figures) == 5
 
 
 @pytest.mark.usefixtures("forked")

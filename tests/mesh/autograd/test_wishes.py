@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -93,14 +94,28 @@ async def test_b21_of_a_result_that_the_loss_does_not_need_no_byte_goes_back(
         assert carried[0] < gradient / 8
 
 
-@pytest.fixture
-def there() -> Iterator[torch.device]:
-    """A device of a peer, for the length of a test."""
+@contextmanager
+def opened() -> Iterator[torch.device]:
     carrier, (device,) = open_devices()
     yield device
     carrier.session.close()
     gc.collect()
     devices.clear()
+
+
+@pytest.fixture(scope="module")
+def once() -> None:
+    """The first device takes torch seconds, with the GIL that the event loops of tests need."""
+    with opened() as device:
+        leaf = torch.ones(3, requires_grad=True)
+        (leaf.to(device) * leaf.to(device)).sin().cpu().sum().backward()
+
+
+@pytest.fixture
+def there(once: None) -> Iterator[torch.device]:
+    """A device of a peer, for the length of a test."""
+    with opened() as device:
+        yield device
 
 
 def offer_on(device: torch.device, worker: Worker) -> None:
