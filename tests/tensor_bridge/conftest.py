@@ -46,6 +46,7 @@ OF_NO_LANE = {
     "carried_call",
     "handed_over",
     "kept_in_a_block",
+    "lent_for_a_call",
     "list_all",
     "shared_lane",
 }
@@ -56,6 +57,8 @@ NOT_IN_A_PROCESS = {"test_a_put_cancelled_exactly_at_its_end"}
 """What counts the turns in which an operation ends: to wait for another process takes a hundred of
 them, or thousands, as the machine's load has it."""
 
+ONE_IN_A_PROCESS = 3
+
 STOPS_A_PROCESS = {"test_client_vanishes", "test_source_vanishes", "test_target_vanishes"}
 """What stops a node's endpoint process, which the others must not share then."""
 
@@ -64,7 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run each test of another lane than QUIC on one event loop alone, unless all is asked for.
 
     Which one differs from case to case, so that there are many on either. QUIC, which is on the way
-    of every move, is tested on both.
+    of every move, is tested on both. Over a process, which takes the longest, it is one case in
+    `ONE_IN_A_PROCESS`.
     """
     left_out = [item for item in items if _is_left_out(item, has_time=config.getoption("--slow"))]
     if left_out:
@@ -86,6 +90,8 @@ def _is_left_out(item: pytest.Item, *, has_time: bool) -> bool:
         return True
     loop = params.get("anyio_backend")
     case = item.nodeid.replace(f"{loop}", "", 1)
+    if lane == nodes.PROCESS and zlib.crc32(case.encode()) // 2 % ONE_IN_A_PROCESS:
+        return True
     return loop is not None and loop != ("asyncio", "trio")[zlib.crc32(case.encode()) % 2]
 
 
