@@ -10,7 +10,6 @@ from transport.protocol.newcomers import NewcomerRules
 
 __all__ = ["EndpointConfig"]
 
-KIB = 1 << 10
 MIB = 1 << 20
 
 TIMES = (

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import mmap
 import os
 import threading
@@ -76,8 +75,6 @@ this process hold the replies to those that it serves at a time, and no more."""
 
 MAX_UNSENT = 4096
 """Messages that wait for room. Who takes none of so many does not keep to the protocol."""
-
-_log = logging.getLogger("quicmesh.tensors")
 
 SPIN_SECONDS, LONGEST_SPIN = 200e-6, 500e-6
 """How long a thread that waits for a reply looks for it itself, before it sleeps: most replies that

@@ -19,7 +19,6 @@ from transport import CborValue
 __all__ = [
     "ADDRESS_BYTES",
     "LANE_CALL",
-    "PROOF_BYTES",
     "SECRET_BYTES",
     "LaneAsked",
     "LaneOffered",
@@ -32,7 +31,6 @@ LANE_CALL = "tensor.lane"
 
 ADDRESS_BYTES = 16
 SECRET_BYTES = 32
-PROOF_BYTES = 32
 
 MAX_WHY = 256
 """Longest reason, in characters."""

@@ -38,7 +38,8 @@ MAX_BATCH_PACKETS = 128
 ACK = 0x02
 PING = 0x01
 
-MAX_STREAM_ID = 1 << 30
+MAX_STREAM_ID = (1 << 30) - 1
+"""The largest that a full frame can name, in four bytes; others go in frames of any length."""
 
 MAX_OVERHEAD = 128
 """More than a full packet has beside stream data, in bytes."""
@@ -216,9 +217,9 @@ class BatchWriter:
             position = sender.fresh
             limit = min(sender._buffer_stop, self._credit(stream, sender))
             full = min((limit - position) // room, count - batch.packets)
-            if full <= 0 or not sender.can_read():
-                continue
             assert stream.stream_id is not None
+            if full <= 0 or stream.stream_id > MAX_STREAM_ID or not sender.can_read():
+                continue
             base = stream.stream_id | VARINT_4
             last = position + full * room
             fin = last == sender._buffer_fin
