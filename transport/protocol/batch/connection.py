@@ -47,6 +47,10 @@ LARGEST_UPSTREAM = 16000
 BULK_BYTES = 1 << 16
 """With this much to send it is worth finding out what size of datagrams the path carries."""
 
+ACK_DELAY = 0.002
+"""How long an acknowledgement may be held back, in seconds: it then often speaks for hundreds of
+packets, or travels with an answer."""
+
 BLACK_HOLE_TIMEOUTS = 3
 """Probe timeouts in a row after which larger datagrams than all paths carry are given up."""
 
@@ -95,6 +99,7 @@ class BatchConnection(QuicConnection):
         self.pacer = BatchPacer(self._loss._cc, max_datagram_size=self._max_datagram_size)
         self._loss._pacer = self.pacer  # type: ignore[assignment]
 
+        self._ack_delay = ACK_DELAY
         self._key_update_at = KEY_UPDATE_PACKETS
         self._idle_step_at = 0.0
         self._connection_window = configuration.max_data

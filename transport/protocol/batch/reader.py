@@ -57,8 +57,15 @@ behind an acknowledgement comes the first that is full of data."""
 MAX_RUNS = 4
 """Runs of packets that are looked for in one batch, which is put together of two or three."""
 
-ACK_AFTER_PACKETS = 100
-"""An acknowledgement leaves after this many packets, however little time has passed."""
+ACK_AFTER_PACKETS = 200
+ACK_AFTER_BYTES = 1_000_000
+"""An acknowledgement leaves after so much, however little time has passed. One costs either end as
+much as fifty packets do; a window holds two of them, and more (RFC 9000 section 13.2.2)."""
+
+ACK_AFTER_SHARE = 4
+LEAST_ACK_AFTER = 16
+"""At first sooner, after a fourth of all packets that have come: a window that is still small grows
+with each acknowledgement, and its sender waits for it."""
 
 
 class BatchReader:
@@ -69,6 +76,7 @@ class BatchReader:
         self._keys: Keys | None = None
         self._keys_of: object = None
         self._unacknowledged = 0
+        self._unacknowledged_bytes = 0
         self._scratch = Scratch()
 
     def can_read(self, address: object) -> bool:
@@ -125,7 +133,7 @@ class BatchReader:
         quic.put_off_idle_timeout(now)
         quic._ack_eliciting_sent_since_receipt = False
         if packets.eliciting:
-            self._hold_acknowledgement(packets.eliciting, now)
+            self._hold_acknowledgement(packets.eliciting, size, now)
         return others
 
     def _land(
@@ -206,15 +214,21 @@ class BatchReader:
         packets.take_all([(number, 0, len(payload))], payload)
         return True
 
-    def _hold_acknowledgement(self, count: int, now: float) -> None:
+    def _hold_acknowledgement(self, count: int, nbytes: int, now: float) -> None:
         quic = self._quic
         space = quic.data_space
         if space.ack_at is None:
-            self._unacknowledged = 0
+            self._unacknowledged = self._unacknowledged_bytes = 0
             space.ack_at = now + quic._ack_delay
         self._unacknowledged += count
+        self._unacknowledged_bytes += nbytes
+        enough = max(LEAST_ACK_AFTER, space.largest_received_packet // ACK_AFTER_SHARE)
         # Who has sent the last of what was wanted waits to hear of it.
-        if self._unacknowledged >= ACK_AFTER_PACKETS or quic.has_filled:
+        if (
+            self._unacknowledged >= min(enough, ACK_AFTER_PACKETS)
+            or self._unacknowledged_bytes >= ACK_AFTER_BYTES
+            or quic.has_filled
+        ):
             space.ack_at = min(space.ack_at, now)
             quic.has_filled = False
 
