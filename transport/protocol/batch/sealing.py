@@ -7,7 +7,9 @@ without what makes that possible, in a third of the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from cryptography.exceptions import InvalidTag
@@ -33,6 +35,10 @@ PACKET_NUMBER_SIZE = 2
 
 MIN_PAYLOAD = MAX_PACKET_NUMBER_SIZE - PACKET_NUMBER_SIZE
 """Payload below which there is too little to sample."""
+
+MAX_SAMPLINGS = 64
+"""Pairs of a number of packets and their size that samples are taken from without a new `Struct`.
+Of the largest batch one takes 4 KB."""
 
 FIXED_BIT = 0x40
 LONG_HEADER = 0x80
@@ -82,10 +88,10 @@ class Keys(NamedTuple):
     """ChaCha20 makes a mask of 5 bytes for one sample; AES one of 16 for each of any number."""
     phase: int
 
-    def masks(self, samples: list[memoryview]) -> tuple[bytes, int]:
+    def masks(self, samples: Iterable[bytes]) -> tuple[bytes, int]:
         """Return the header masks for all samples in a row, and how far apart they begin."""
         if self.masks_one:
-            return b"".join([self.mask(bytes(sample)) for sample in samples]), 5
+            return b"".join(map(self.mask, samples)), 5
         return self.mask(b"".join(samples)), SAMPLE_SIZE
 
 
@@ -144,9 +150,7 @@ class Sealer:
         buffer, stride = self._buffer[: self.size], self._stride
         number_at = self._number_at
         sample_at = number_at + MAX_PACKET_NUMBER_SIZE
-        masks, apart = self._keys.masks(
-            [buffer[at : at + SAMPLE_SIZE] for at in range(sample_at, self.size, stride)]
-        )
+        masks, apart = self._keys.masks(_samples(buffer, sample_at, stride))
         # Column by column: what all packets have at one place is protected in one go.
         for at, column in (
             (0, masks[0::apart].translate(_SHORT_HEADER_MASKED)),
@@ -301,7 +305,7 @@ def unmask(keys: Keys, view: memoryview, starts: range, number_at: int) -> Unmas
     """
     sample_at = number_at + MAX_PACKET_NUMBER_SIZE
     masks, apart = keys.masks(
-        [view[at + sample_at : at + sample_at + SAMPLE_SIZE] for at in starts]
+        _samples(view[: starts[-1] + sample_at + SAMPLE_SIZE], sample_at, starts.step)
     )
     first, high, low = (
         bytes(view[at : starts[-1] + sample_at : starts.step])
@@ -313,6 +317,22 @@ def unmask(keys: Keys, view: memoryview, starts: range, number_at: int) -> Unmas
         _xor(low, masks[2::apart]),
     )
     return Unmasked(columns, masks, apart)
+
+
+def _samples(view: memoryview, first: int, stride: int) -> Iterable[bytes]:
+    """Return what header protection takes of each packet: one from `first`, and every `stride`."""
+    count = 1 + (len(view) - first - SAMPLE_SIZE) // stride
+    if count == 1:
+        return (bytes(view[first : first + SAMPLE_SIZE]),)
+    samples: Iterable[bytes] = _sampling(count, stride).unpack_from(view, first)
+    return samples
+
+
+@lru_cache(MAX_SAMPLINGS)
+def _sampling(count: int, stride: int) -> struct.Struct:
+    """Return what unpacks as many samples at once, in a third of the time that slices take."""
+    every = f"{SAMPLE_SIZE}s{stride - SAMPLE_SIZE}x"
+    return struct.Struct((count - 1) * every + f"{SAMPLE_SIZE}s")
 
 
 def _xor(one: Bytes, other: bytes) -> bytes:
