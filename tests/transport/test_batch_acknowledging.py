@@ -129,9 +129,51 @@ def test_the_packets_of_a_run() -> None:
     assert run.sent_bytes == 3 * SIZE
     assert [packet.start for packet in sent.values()] == [1000, 1050, 1100]
     assert sent[8].start == sent.pop(8).start == 1050
-    assert sent.kept(9) is run
-    sent.forget([7, 9])
+    assert sent.within(0, 9) == [(run, 7, 7)]
+    assert sent.within(8, 20) == [(run, 9, 9)]
+    with pytest.raises(KeyError):
+        sent[8]
+    sent.forget(7, 7)
+    sent.forget(9, 9)
     assert not sent
+
+
+def test_what_is_kept_is_what_a_dictionary_keeps() -> None:
+    part = SendPart(4)
+    for seed in range(100):
+        draw = random.Random(seed)
+        sent, model = SentPackets(), dict[int, object]()
+        number = 0
+        for _ in range(200):
+            if draw.random() < 0.5:
+                number += draw.choice((0, 0, 5))
+                if draw.random() < 0.3:
+                    packet = SentPacket(number, 1.0, 40, True, [])
+                    sent[number] = packet
+                    model[number] = packet
+                    number += 1
+                else:
+                    run = SentRun(1.0, SIZE, number, draw.randint(1, 9), part, 0, 50, fin=False)
+                    sent.add_run(run)
+                    model.update(dict.fromkeys(range(number, run.last + 1), run))
+                    number = run.last + 1
+            elif model and draw.random() < 0.7:
+                gone = draw.choice(list(model))
+                del sent[gone], model[gone]
+            else:
+                start = draw.randint(0, number)
+                for kept, first, last in sent.within(start, start + draw.randint(0, 20)):
+                    assert all(model[each] is kept for each in range(first, last + 1))
+                    sent.forget(first, last)
+                    for each in range(first, last + 1):
+                        del model[each]
+            assert list(sent) == list(model)
+            assert len(sent) == len(model)
+            assert (number in sent) == (number in model)
+        assert [getattr(packet, "run", packet) for packet in sent.values()] == list(model.values())
+        sent.clear()
+        assert not sent
+        assert not list(sent.items())
 
 
 def test_the_epoch_is_that_of_data() -> None:

@@ -6,7 +6,6 @@ other. To the stream they are one range, to the congestion controller one packet
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import cast
 
 from aioquic.quic.packet_builder import QuicDeliveryState
@@ -14,7 +13,7 @@ from aioquic.quic.rangeset import RangeSet
 from aioquic.quic.recovery import QuicPacketRecovery, QuicPacketSpace
 from aioquic.quic.stream import QuicStreamSender
 
-from transport.protocol.batch.sent import SentPackets, SentRun
+from transport.protocol.batch.sent import Kept, SentPackets, SentRun
 
 __all__ = ["acknowledge_runs"]
 
@@ -29,39 +28,32 @@ def acknowledge_runs(
     round trip measured (RFC 9002 section 5.1).
     """
     sent = cast(SentPackets, space.sent_packets)
-    numbers = list(sent)
-    newly: list[int] = []
-    for each in acknowledged:
-        newly += numbers[bisect_left(numbers, each.start) : bisect_left(numbers, each.stop)]
-    if len(newly) < 2:
+    newly = [kept for each in acknowledged for kept in sent.within(each.start, each.stop)]
+    if not newly:
         return
-    if not sent[newly.pop()].is_ack_eliciting:
+    newest_is_eliciting = newly[-1].packet.is_ack_eliciting
+    _leave_last(newly, len(newly) - 1)
+    if not newest_is_eliciting:
         eliciting_at = range(len(newly) - 1, -1, -1)
-        newest = next((at for at in eliciting_at if sent[newly[at]].is_ack_eliciting), None)
+        newest = next((at for at in eliciting_at if newly[at].packet.is_ack_eliciting), None)
         if newest is not None:
-            del newly[newest]
-    nbytes = eliciting = at = 0
+            _leave_last(newly, newest)
+    nbytes = eliciting = 0
     data: _StreamData | None = None
-    run: SentRun | None = None
-    while at < len(newly):
-        packet = sent.kept(newly[at])
+    latest: SentRun | None = None
+    for packet, first, last in newly:
+        sent.forget(first, last)
         if isinstance(packet, SentRun):
-            run = packet
-            # What is left of the run, as far as it was acknowledged without a gap.
-            count = _consecutive(newly, at, run.last)
-            first, last = run.packet(newly[at]), run.packet(newly[at + count - 1])
-            if data is None or not data.goes_on(run.sender, first.start):
+            latest = packet
+            start, stop = packet.offset(first), packet.offset(last + 1)
+            if data is None or not data.goes_on(packet.sender, start):
                 if data is not None:
                     data.acknowledge()
-                data = _StreamData(run.sender, first.start)
-            data.stop, data.fin = last.stop, last.fin
-            nbytes += count * run.size
-            eliciting += count
-            sent.forget(newly[at : at + count])
-            at += count
+                data = _StreamData(packet.sender, start)
+            data.stop, data.fin = stop, packet.fin and last == packet.last
+            nbytes += (last + 1 - first) * packet.size
+            eliciting += last + 1 - first
             continue
-        del sent[newly[at]]
-        at += 1
         if packet.is_ack_eliciting:
             eliciting += 1
         if packet.in_flight:
@@ -71,8 +63,17 @@ def acknowledge_runs(
     if data is not None:
         data.acknowledge()
     space.ack_eliciting_in_flight -= eliciting
-    if run is not None:
-        loss._cc.on_packet_acked(packet=run.part(nbytes), now=now)  # type: ignore[arg-type]
+    if latest is not None:
+        loss._cc.on_packet_acked(packet=latest.part(nbytes), now=now)  # type: ignore[arg-type]
+
+
+def _leave_last(newly: list[Kept], at: int) -> None:
+    """Take the last packet out of those at `at`."""
+    packet, first, last = newly[at]
+    if first == last:
+        del newly[at]
+    else:
+        newly[at] = Kept(packet, first, last - 1)
 
 
 class _StreamData:
@@ -92,13 +93,3 @@ class _StreamData:
     def acknowledge(self) -> None:
         """Tell the stream."""
         self.sender.on_data_delivery(QuicDeliveryState.ACKED, self.start, self.stop, self.fin)
-
-
-def _consecutive(numbers: list[int], at: int, last: int) -> int:
-    """Return how many of the sorted `numbers` from `at` on follow each other, up to `last`."""
-    first = numbers[at]
-    count = bisect_left(numbers, last + 1, at) - at
-    if numbers[at + count - 1] - first == count - 1:
-        return count
-    # The distance of a number from its place grows at each gap, and never shrinks.
-    return bisect_left(range(count), 1, key=lambda n: numbers[at + n] - first - n)

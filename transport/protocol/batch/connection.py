@@ -572,7 +572,7 @@ class BatchConnection(QuicConnection):
         self.data_crypto = self._cryptos[tls.Epoch.ONE_RTT]
         self._data_crypto_stream = self._crypto_streams[tls.Epoch.ONE_RTT]
         self.data_space.received_packets = ReceivedWindow()  # type: ignore[assignment]
-        self.data_space.sent_packets = SentPackets()
+        self.data_space.sent_packets = SentPackets()  # type: ignore[assignment]
 
 
 _was_sent = attrgetter("was_sent")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, MutableMapping
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from aioquic import tls
@@ -15,6 +16,7 @@ __all__ = [
     "AcknowledgedRun",
     "FramePacket",
     "Handlers",
+    "Kept",
     "SentPacket",
     "SentPackets",
     "SentRun",
@@ -100,6 +102,8 @@ class SentRun:
         fin: whether the last ends the stream.
     """
 
+    is_ack_eliciting = True
+
     __slots__ = (
         "delivered",
         "delivered_at",
@@ -143,10 +147,14 @@ class SentRun:
         self.delivered_at = self.first_sent_at = time
         self.is_limited = False
 
+    def offset(self, number: int) -> int:
+        """Return where in the stream the data of the packet of that number begins."""
+        return self.start + (number - self.first) * self.room
+
     def packet(self, number: int) -> FramePacket:
         """Return the packet of that number."""
-        start = self.start + (number - self.first) * self.room
-        return FramePacket(self, number, start, fin=self.fin and number == self.last)
+        fin = self.fin and number == self.last
+        return FramePacket(self, number, self.offset(number), fin=fin)
 
     def part(self, nbytes: int) -> AcknowledgedRun:
         """Return what stands for `nbytes` bytes of it, and of runs before it."""
@@ -228,40 +236,86 @@ class FramePacket(_DataPacket):
         return self.run.is_limited
 
 
-class SentPackets(dict[int, Any]):
+class Kept(NamedTuple):
+    """Packets kept for one reason: one, or those of a run whose numbers follow each other."""
+
+    packet: SentPacket | SentRun
+    """The one, or the run that they are of."""
+    first: int
+    last: int
+
+
+class SentPackets(MutableMapping[int, Any]):
     """Stands for the `sent_packets` of upstream's packet space: packets by their number, in order.
 
-    There are a hundred thousand a second of those in runs: none is made before it is looked at.
+    There are a hundred thousand a second of those in runs. Numbers that follow each other are kept
+    as their first and their last, and no packet of a run is made before it is looked at.
     """
 
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+        self._packets: list[SentPacket | SentRun] = []
+
     def add_run(self, run: SentRun) -> None:
-        """Keep all packets of `run`."""
-        self.update(dict.fromkeys(range(run.first, run.last + 1), run))
+        """Keep all packets of `run`, which come after all that are kept."""
+        self._append(run.first, run.last, run)
 
-    def kept(self, number: int) -> SentPacket | SentRun:
-        """Return the packet of that number, or the run it is of."""
-        found: SentPacket | SentRun = super().__getitem__(number)
-        return found
+    def within(self, start: int, stop: int) -> list[Kept]:
+        """Return what is kept of the numbers in ``[start, stop)``, in order."""
+        firsts, lasts, packets = self._firsts, self._lasts, self._packets
+        return [
+            Kept(packets[at], max(firsts[at], start), min(lasts[at], stop - 1))
+            for at in range(bisect_left(lasts, start), bisect_left(firsts, stop))
+        ]
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Keep those packets no more."""
-        deque(map(super().pop, numbers), maxlen=0)
+    def forget(self, first: int, last: int) -> None:
+        """Keep the packets from `first` to `last` no more, all of which lie in one of `within`."""
+        at = bisect_left(self._lasts, first)
+        begin, end = self._firsts[at], self._lasts[at]
+        if first == begin and last == end:
+            del self._firsts[at], self._lasts[at], self._packets[at]
+        elif first == begin:
+            self._firsts[at] = last + 1
+        else:
+            self._lasts[at] = first - 1
+            if last < end:
+                self._firsts.insert(at + 1, last + 1)
+                self._lasts.insert(at + 1, end)
+                self._packets.insert(at + 1, self._packets[at])
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._firsts.clear()
+        self._lasts.clear()
+        self._packets.clear()
+
+    def _append(self, first: int, last: int, packet: SentPacket | SentRun) -> None:
+        assert not self._lasts or self._lasts[-1] < first, "packet numbers only grow"
+        self._firsts.append(first)
+        self._lasts.append(last)
+        self._packets.append(packet)
+
+    # -- as upstream uses it
+
+    def __iter__(self) -> Iterator[int]:
+        ranges = map(range, self._firsts, [last + 1 for last in self._lasts])
+        return chain.from_iterable(ranges)
+
+    def __len__(self) -> int:
+        return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
 
     def __getitem__(self, number: int) -> Any:
-        return _packet(number, super().__getitem__(number))
+        at = bisect_left(self._lasts, number)
+        if at == len(self._lasts) or number < self._firsts[at]:
+            raise KeyError(number)
+        packet = self._packets[at]
+        return packet.packet(number) if isinstance(packet, SentRun) else packet
 
-    def pop(self, number: int) -> Any:  # type: ignore[override]
-        """Keep the packet of that number no more, and return it."""
-        return _packet(number, super().pop(number))
+    def __setitem__(self, number: int, packet: SentPacket) -> None:
+        self._append(number, number, packet)
 
-    def items(self) -> Iterator[tuple[int, Any]]:  # type: ignore[override]
-        """The packets with their numbers, one by one."""
-        return ((number, _packet(number, kept)) for number, kept in super().items())
-
-    def values(self) -> Iterator[Any]:  # type: ignore[override]
-        """The packets, one by one."""
-        return (packet for _, packet in self.items())
-
-
-def _packet(number: int, kept: Any) -> Any:
-    return kept.packet(number) if isinstance(kept, SentRun) else kept
+    def __delitem__(self, number: int) -> None:
+        if number not in self:
+            raise KeyError(number)
+        self.forget(number, number)
