@@ -31,7 +31,7 @@ from transport.codes import code_of
 from transport.config import EndpointConfig
 from transport.connection import MESH_ALPN, Connection
 from transport.errors import DeadlineExceeded, ProtocolError, Superseded
-from transport.frames import ok_reply, parse_request
+from transport.frames import MAX_FRAME, ok_reply, parse_request
 from transport.pool import Pool
 from transport.protocol.hello import HELLO_MAX, HELLO_SERVICE, PROOF, Hello, Welcome, negotiate
 from transport.stream import Stream
@@ -73,6 +73,7 @@ class Admission:
         with self.pool.hello(peer.node_id):
             welcome, challenge = await self._say_hello(connection, credential)
             connection.remote_boot = welcome.boot
+            connection.max_frame = min(welcome.max_frame, MAX_FRAME)
             connection.observed_address = welcome.observed
             self._identify(connection, self._verify(connection, welcome.delegation))
             await self._admit_dialled(connection, challenge)
@@ -126,6 +127,7 @@ class Admission:
     async def _answer(self, connection: Connection, stream: Stream, hello: Hello) -> None:
         version = negotiate(hello.versions)
         connection.remote_boot = hello.boot
+        connection.max_frame = min(hello.max_frame, MAX_FRAME)
         self._identify(connection, self._verify(connection, hello.delegation))
         await self.pool.check_identity(connection)
         challenge = self._challenge(connection, stream, hello)

@@ -26,7 +26,7 @@ from transport.errors import (
     DeadlineExceeded,
     LimitExceeded,
 )
-from transport.frames import LENGTH, request_frame, take_reply
+from transport.frames import LENGTH, MAX_FRAME, request_frame, take_reply
 from transport.protocol.events import (
     ConnectionEnded,
     EndedBy,
@@ -91,6 +91,8 @@ class Connection:
         self.alpn = ""
         self.grant: Grant | None = None
         self.remote_boot = b""
+        self.max_frame = MAX_FRAME
+        """Longest value that the peer accepts in a frame, in bytes."""
         self.observed_address = ""
         """Our own address as the peer sees it."""
         self.handshaken = anyio.Event()
@@ -197,7 +199,7 @@ class Connection:
         raises if the peer refuses. `timeout` bounds the wait for one of the peer's stream slots,
         and each later wait on the stream; the default is the endpoint's ``idle_timeout``.
         """
-        request = request_frame(service, value)
+        request = request_frame(service, value, max_size=self.max_frame)
         stream = await self._open(framed=True, timeout=timeout)
         try:
             await stream.write_request(request, fin=False)
@@ -229,7 +231,7 @@ class Connection:
             DeadlineExceeded: no answer within `timeout` seconds; the handler is cancelled.
         """
         deadline = time.monotonic() + timeout
-        request = request_frame(service, value)
+        request = request_frame(service, value, max_size=self.max_frame)
 
         def too_late() -> DeadlineExceeded:
             return self._too_late(service, timeout)
@@ -267,7 +269,7 @@ class Connection:
         carrier = self.carrier
         if carrier is None or not self.is_open:
             return NOT_NOW
-        request = request_frame(service, value)[LENGTH.size :]
+        request = request_frame(service, value, max_size=self.max_frame)[LENGTH.size :]
         if len(request) > carrier.most:
             return NOT_NOW
         try:

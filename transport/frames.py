@@ -3,7 +3,8 @@
 Towards the listener a stream begins with a `request_frame`: the service's name and a value for it.
 Towards the opener it begins with a reply frame: ``ok`` with a value, or ``err`` with an error that
 keeps its class. Both are at most `MAX_FRAME` bytes, and a length beyond the limit in force is
-refused before anything is allocated.
+refused before anything is allocated. A peer may accept less, and says so in its hello: nothing
+longer is sent to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transport.errors import ProtocolError
 __all__ = [
     "LENGTH",
     "MAX_FRAME",
+    "MIN_FRAME",
     "error_reply",
     "frame",
     "ok_reply",
@@ -33,6 +35,9 @@ LENGTH = struct.Struct(">I")
 MAX_FRAME = 1 << 20
 """Longest value in a frame. Bulk goes beside frames, not into them."""
 
+MIN_FRAME = 1 << 14
+"""Everybody accepts values of this length, so that every error can be told."""
+
 MAX_SERVICE_NAME = 128
 
 
@@ -41,9 +46,9 @@ def frame(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def request_frame(service: str, value: CborValue) -> bytes:
-    """Return the frame that opens a stream to `service`."""
-    return frame(encode({"s": service, "v": value}, max_size=MAX_FRAME))
+def request_frame(service: str, value: CborValue, *, max_size: int = MAX_FRAME) -> bytes:
+    """Return the frame that opens a stream to `service`, its value at most `max_size` bytes."""
+    return frame(encode({"s": service, "v": value}, max_size=max_size))
 
 
 def parse_request(body: bytes) -> tuple[str, CborValue]:
@@ -57,14 +62,14 @@ def parse_request(body: bytes) -> tuple[str, CborValue]:
     return service, value.get("v")
 
 
-def ok_reply(value: CborValue) -> bytes:
+def ok_reply(value: CborValue, *, max_size: int = MAX_FRAME) -> bytes:
     """Return the reply frame of a service that takes the stream, or the result of a call."""
-    return frame(encode({"ok": value}, max_size=MAX_FRAME))
+    return frame(encode({"ok": value}, max_size=max_size))
 
 
 def error_reply(error: BaseException) -> bytes:
     """Return the reply frame of a service that refuses the stream or has failed."""
-    return frame(encode({"err": encode_error(error)}, max_size=MAX_FRAME))
+    return frame(encode({"err": encode_error(error)}, max_size=MIN_FRAME))
 
 
 def take_reply(body: bytes, *, peer: object) -> CborValue:

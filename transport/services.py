@@ -356,6 +356,6 @@ class ServiceTable:
 
 def _reply_to(request: Incoming, value: CborValue) -> bytes:
     try:
-        return ok_reply(value)
+        return ok_reply(value, max_size=request.connection.max_frame)
     except MeshError as error:
         raise TypeError(f"the answer of {request.service!r} can't travel") from error

@@ -196,12 +196,12 @@ class Stream(anyio.abc.ByteStream):
 
     async def send_message(self, value: CborValue) -> None:
         """Write `value` as deterministic CBOR, framed by its length."""
-        await self.send(frame(encode(value, max_size=MAX_FRAME)))
+        await self.send(frame(encode(value, max_size=self.connection.max_frame)))
 
     async def send_reply(self, value: CborValue) -> None:
         """Take the stream, answering its opener's request with `value`. At most once, and first."""
         with self._writing:
-            reply = ok_reply(value)
+            reply = ok_reply(value, max_size=self.connection.max_frame)
             if not self._owes_reply:
                 raise RuntimeError("this stream's reply has been sent")
             self._owes_reply = False

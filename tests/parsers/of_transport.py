@@ -18,6 +18,7 @@ from transport.codes import decode_error, encode_error
 from transport.errors import AddressError, ProtocolError
 from transport.frames import (
     LENGTH,
+    MIN_FRAME,
     error_reply,
     ok_reply,
     parse_reply,
@@ -83,7 +84,7 @@ def body_of(frame: bytes) -> bytes:
 
 _bytes16, _bytes32 = (st.binary(min_size=size, max_size=size) for size in (16, 32))
 _features = st.frozensets(texts, max_size=5)
-_frames = st.integers(1, (1 << 64) - 1)
+_frames = st.integers(MIN_FRAME, (1 << 64) - 1)
 _hellos = st.builds(
     Hello,
     boot=_bytes16,
@@ -95,7 +96,7 @@ _hellos = st.builds(
 )
 _welcomes = st.builds(
     Welcome,
-    version=_frames,
+    version=st.integers(1, (1 << 64) - 1),
     boot=_bytes16,
     delegation=st.none() | st.binary(max_size=40),
     features=_features,

@@ -8,7 +8,7 @@ import pytest
 
 from transport.cbor import CborValue, decode, encode
 from transport.errors import ProtocolError
-from transport.frames import MAX_FRAME, request_frame
+from transport.frames import MAX_FRAME, MIN_FRAME, request_frame
 from transport.protocol.hello import HELLO_MAX, HELLO_SERVICE, Hello, Welcome, negotiate
 
 BOOT = bytes(range(16))
@@ -40,10 +40,10 @@ def test_what_is_said_is_understood() -> None:
         credential=b"secret",
         versions=(1, 7),
         features=frozenset({"bulk", "paths"}),
-        max_frame=4096,
+        max_frame=MIN_FRAME,
     )
     assert Hello.from_value(across(hello.to_value())) == hello
-    welcome = Welcome(1, BOOT, b"signed", frozenset({"bulk"}), 4096, "[2001:db8::1]:4433")
+    welcome = Welcome(1, BOOT, b"signed", frozenset({"bulk"}), MIN_FRAME, "[2001:db8::1]:4433")
     assert Welcome.from_value(across(welcome.to_value())) == welcome
 
 
@@ -69,7 +69,7 @@ def test_the_credential_stays_out_of_the_log() -> None:
 WRONG: dict[str, list[Any]] = {
     "versions": [None, 1, [], [1], [1, 2, 3], [0, 1], [2, 1], [1.0, 1], [True, 1], ["1", "1"]],
     "features": [None, "bulk", {}, [1], ["a", "a"], ["f"] * 65, [str(i) for i in range(65)], [[]]],
-    "max_frame": [None, 0, -1, 1.5, True, "4096"],
+    "max_frame": [None, 0, -1, 1.5, True, "65536"],
     "boot": [None, b"", bytes(15), bytes(17), "0123456789abcdef"],
     "credential": [None, "text", bytes(4097), [1]],
     "delegation": [None, "text", bytes(4097)],
@@ -92,6 +92,13 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(
     if name != "delegation":
         with pytest.raises(ProtocolError, match=name):
             kind.from_value({key: value for key, value in good.items() if key != name})
+
+
+def test_who_accepts_too_little_to_be_told_an_error_is_refused() -> None:
+    for kind, good in ((Hello, HELLO), (Welcome, WELCOME)):
+        assert kind.from_value({**good, "max_frame": MIN_FRAME}).max_frame == MIN_FRAME
+        with pytest.raises(ProtocolError, match=f"{MIN_FRAME} is the least"):
+            kind.from_value({**good, "max_frame": MIN_FRAME - 1})
 
 
 @pytest.mark.parametrize("value", [None, 1, "hello", [], b"hello", True])

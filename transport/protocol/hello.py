@@ -16,7 +16,7 @@ import dataclasses
 from auth.proof import NONCE_BYTES, TAG_BYTES
 from transport.cbor import CborValue
 from transport.errors import ProtocolError
-from transport.frames import MAX_FRAME
+from transport.frames import MAX_FRAME, MIN_FRAME
 
 __all__ = [
     "BOOT_ID_LENGTH",
@@ -72,6 +72,7 @@ class Hello:
     versions: tuple[int, int] = VERSIONS
     features: frozenset[str] = FEATURES
     max_frame: int = MAX_FRAME
+    """Longest value that the sender accepts in a frame, in bytes; `MIN_FRAME` at least."""
 
     def to_value(self) -> CborValue:
         """Return the CBOR value, which travels in the stream's request frame."""
@@ -96,7 +97,7 @@ class Hello:
             credential=fields.binary("credential", MAX_CREDENTIAL),
             versions=fields.versions(),
             features=fields.features(),
-            max_frame=fields.positive("max_frame"),
+            max_frame=fields.max_frame(),
         )
 
 
@@ -138,7 +139,7 @@ class Welcome:
             boot=fields.boot(),
             delegation=fields.delegation(),
             features=fields.features(),
-            max_frame=fields.positive("max_frame"),
+            max_frame=fields.max_frame(),
             observed=fields.text("observed", MAX_ADDRESS_TEXT),
             proof=fields.exactly("proof", TAG_BYTES) if "proof" in fields else None,
         )
@@ -224,6 +225,14 @@ class _Fields:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name)
         return value
+
+    def max_frame(self) -> int:
+        size = self.positive("max_frame")
+        if size < MIN_FRAME:
+            raise ProtocolError(
+                self._what, why=f"it accepts frames of {size} bytes, and {MIN_FRAME} is the least"
+            )
+        return size
 
     def versions(self) -> tuple[int, int]:
         value = self._value.get("versions")
