@@ -102,6 +102,15 @@ class EndpointConfig:
     """Unix socket of a process that moves the packets of several programs of a user, as a machine's
     daemon has one. Where it takes this endpoint in, none is started; with ``"process"`` alone."""
 
+    key_log: str | None = None
+    """File to which the TLS secrets of every connection are appended, for Wireshark and its like.
+    Whoever reads it can read all traffic, so it is made for its owner alone, and refused where
+    others can read it. None leaves it to ``SSLKEYLOGFILE``; with ``""`` there is none."""
+
+    qlog: str | None = None
+    """Directory for a trace of each connection (qlog): packets, frames, losses; no content. None
+    leaves it to ``QLOGDIR``; with ``""`` there is none."""
+
     def __post_init__(self) -> None:
         if self.placement not in (None, "loop", "process"):
             raise TransportError(

@@ -44,6 +44,7 @@ from transport.errors import (
 )
 from transport.events import EndpointEvent, PeerJoined, PeerLeft, PeerRefused, PeerRevoked
 from transport.loop_engine import LoopEngine
+from transport.observing import Observing, observed
 from transport.offers import ProtocolTable, check_alpn
 from transport.pool import Pool
 from transport.process import ProcessEngine
@@ -103,6 +104,7 @@ class Endpoint:
     Raises:
         AddressError: ``config.bind`` is malformed or not an address of this host.
         AddressInUse: another socket has that address.
+        TransportError: what ``config`` has written down for debugging can't be.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Endpoint:
         delegation: Delegation | None = None,
         secret: SharedSecret | None = None,
     ) -> None:
-        self.config = config or EndpointConfig()
+        self.config = observed(config or EndpointConfig())
         self.node_id: NodeId = key.node_id
         self.boot = os.urandom(BOOT_ID_LENGTH)
         """Drawn anew at each start: tells a restarted peer from a second one with its key."""
@@ -144,12 +146,18 @@ class Endpoint:
         self._whereabouts = Whereabouts()
         self._observers: list[Callable[[EndpointEvent], object]] = []
         self._tasks = Background("an endpoint")
+        self._told: tuple[str, ...] = ()
         self._closing = False
         self._has_engine = False
 
     # -- life
 
     async def __aenter__(self) -> Endpoint:
+        observing = Observing(self.config)  # the engine's own may be in another process
+        self._told = observing.warnings
+        observing.close()
+        for warning in self._told:
+            _log.warning("%s", warning)
         sock = self._socket = UdpSocket(self.config.bind)
         placed = ProcessEngine if self.config.placement == "process" else LoopEngine
         self._engine: Engine = placed(
@@ -221,9 +229,9 @@ class Endpoint:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What this host withholds from the endpoint and what to do about it, each a sentence."""
+        """What its owner has to know: what this host withholds, what is written down of it."""
         warning = self._socket.warning
-        return () if warning is None else (warning,)
+        return self._told if warning is None else (*self._told, warning)
 
     @property
     def connections(self) -> tuple[Connection, ...]:

@@ -8,6 +8,7 @@ from auth import NodeId, SecretKey, SocketAddress
 from transport.config import EndpointConfig
 from transport.driver import Driver
 from transport.engine import EventHandler, InboundHandler, Link, LinkHandler
+from transport.observing import Observing
 from transport.protocol import ConnectionCore, Demultiplexer
 from transport.protocol.aioquic_adapter import (
     AdaptedConnection,
@@ -42,6 +43,9 @@ class LoopEngine:
         on_inbound: told of each connection that a stranger begins.
         on_event: told of each event of each connection.
         on_pumped: told of each connection that was looked after.
+
+    Raises:
+        TransportError: what is to be written down for debugging can't be.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class LoopEngine:
         self._config = config
         self._alpns = alpns
         self._on_inbound = on_inbound
+        self._on_pumped = on_pumped
+        self._observing = Observing(config)
         self._ids = ConnectionIds()
         rules, budget = config.newcomers, StrangerBudget()
         self.demux = Demultiplexer(
@@ -73,7 +79,9 @@ class LoopEngine:
             strangers=budget,
         )
         guard = FloodGuard(sock.raw, self._ids, self.demux, budget)
-        self.driver = Driver(sock, self.demux, guard, turns, on_event=on_event, on_pumped=on_pumped)
+        self.driver = Driver(
+            sock, self.demux, guard, turns, on_event=on_event, on_pumped=self._pumped
+        )
         self.deadlines = self.driver.deadlines
         self.run = self.driver.run
         self.drain = self.driver.drain
@@ -94,6 +102,9 @@ class LoopEngine:
     async def close(self) -> None:
         """Close the socket."""
         self.driver.close()
+        for core in self.demux.connections:
+            self._observing.note(core.quic.trace)
+        self._observing.close()
 
     def offer(self, alpns: list[str]) -> None:
         """Speak these protocols with strangers from now on."""
@@ -103,13 +114,15 @@ class LoopEngine:
         """Make a connection that insists on `peer`."""
         return self._core(
             AdaptedConnection(
-                configuration=client_configuration(
-                    self._key,
-                    alpn,
-                    max_data=STRANGER_WINDOW,
-                    max_stream_data=self._config.stream_window,
-                    idle=QUIC_IDLE_TIMEOUT,
-                    congestion=self._config.congestion_control,
+                configuration=self._observing.watch(
+                    client_configuration(
+                        self._key,
+                        alpn,
+                        max_data=STRANGER_WINDOW,
+                        max_stream_data=self._config.stream_window,
+                        idle=QUIC_IDLE_TIMEOUT,
+                        congestion=self._config.congestion_control,
+                    )
                 ),
                 expected_peer=peer,
                 max_streams=0,
@@ -141,13 +154,15 @@ class LoopEngine:
     ) -> ConnectionCore:
         core = self._core(
             AdaptedConnection(
-                configuration=server_configuration(
-                    self._key,
-                    self._alpns,
-                    max_data=STRANGER_WINDOW,
-                    max_stream_data=self._config.stream_window,
-                    idle=QUIC_IDLE_TIMEOUT,
-                    congestion=self._config.congestion_control,
+                configuration=self._observing.watch(
+                    server_configuration(
+                        self._key,
+                        self._alpns,
+                        max_data=STRANGER_WINDOW,
+                        max_stream_data=self._config.stream_window,
+                        idle=QUIC_IDLE_TIMEOUT,
+                        congestion=self._config.congestion_control,
+                    )
                 ),
                 expected_peer=None,
                 max_streams=1,
@@ -158,6 +173,10 @@ class LoopEngine:
         )
         self._on_inbound(core, address)
         return core
+
+    def _pumped(self, core: ConnectionCore) -> None:
+        self._observing.note(core.quic.trace)
+        self._on_pumped(core)
 
     def _core(self, quic: AdaptedConnection) -> ConnectionCore:
         return ConnectionCore(

@@ -78,6 +78,23 @@ def up(
             show_default=False,
         ),
     ] = None,
+    qlog: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write a trace of each connection there, for debugging (default: $QLOGDIR).",
+            show_default=False,
+        ),
+    ] = None,
+    key_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append the TLS secrets of each connection there, for debugging: whoever reads "
+            "them can read all traffic (default: $SSLKEYLOGFILE).",
+            show_default=False,
+        ),
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
 ) -> None:
     """Run this machine's peer daemon, until Ctrl+C or `mesh down`."""
@@ -87,7 +104,13 @@ def up(
     for address in advertise or ():
         parse_address(address)
     parse_bind(bind).address()  # said before PyTorch is loaded, too
-    config = EndpointConfig(bind=bind, advertise=tuple(advertise or ()), linger=running.LINGER)
+    config = EndpointConfig(
+        bind=bind,
+        advertise=tuple(advertise or ()),
+        linger=running.LINGER,
+        qlog=qlog,
+        key_log=key_log,
+    )
     start = running.in_background if detach else running.in_foreground
     offered = tuple(device or ())
     raise typer.Exit(start(context.obj, config, shared_memory=shared_memory, devices=offered))

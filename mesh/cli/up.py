@@ -69,6 +69,9 @@ def in_background(
         command.append("--no-shared-memory")
     for device in devices:
         command += ["--device", device]
+    for option, path in (("--qlog", config.qlog), ("--key-log", config.key_log)):
+        if path is not None:
+            command += [option, path]
     home.log_path.touch(mode=0o600)
     offset = home.log_path.stat().st_size
     with home.log_path.open("ab") as log:

@@ -32,6 +32,7 @@ from aioquic.quic.connection import (
     QuicConnectionState,
     QuicReceiveContext,
 )
+from aioquic.quic.logger import QuicLoggerTrace
 from aioquic.quic.packet import (
     QuicErrorCode,
     QuicFrameType,
@@ -164,6 +165,11 @@ class AdaptedConnection(BatchConnection):
     def is_ended(self) -> bool:
         """Whether a close was sent or received, or is about to be sent."""
         return self._close_event is not None
+
+    @property
+    def trace(self) -> QuicLoggerTrace | None:
+        """What is written down of the connection for debugging, unless it is over."""
+        return self._quic_logger
 
     def end_of_connection(self) -> ConnectionEnded | None:
         """How the connection ended, as soon as that is certain (upstream tells 3 PTOs later)."""

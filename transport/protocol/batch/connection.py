@@ -30,6 +30,7 @@ from transport.protocol.batch.reader import BatchReader
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.sending import SendPart
 from transport.protocol.batch.sent import SentPackets, Transmit
+from transport.protocol.batch.tracing import trace_received, trace_sent
 from transport.protocol.batch.window import ReceivedWindow
 from transport.protocol.batch.writer import BatchWriter
 from transport.protocol.congestion import MINIMUM_PACKETS
@@ -295,13 +296,17 @@ class BatchConnection(QuicConnection):
         Returns the ranges of those that have to be taken by `receive_datagram`.
         """
         if self._reader.can_read(address):
+            if self._quic_logger is not None:
+                trace_received(self, self._quic_logger, data, size, segment)
             return self._reader.read(data, size, segment, now)
         return [(start, min(start + segment, size)) for start in range(0, size, segment)]
 
     def write_batch(self, now: float) -> Transmit | None:
         """Return the next datagrams that may leave, beside those of `datagrams_to_send`."""
         self._update_keys_in_time()
-        return self._writer.write(now) if self._writer.can_write() else None
+        if not self._writer.can_write():
+            return None
+        return self._traced(self._packet_number, self._writer.write(now))
 
     @property
     def has_stream_data(self) -> bool:
@@ -317,7 +322,13 @@ class BatchConnection(QuicConnection):
         if size is None:
             return None
         self._mtu.sent(size)
-        return self._writer.write_probe(size, now)
+        return self._traced(self._packet_number, self._writer.write_probe(size, now))
+
+    def _traced(self, first: int, transmit: Transmit | None) -> Transmit | None:
+        """Return packets that are about to leave, numbered from `first` on."""
+        if transmit is not None and self._quic_logger is not None:
+            trace_sent(self, self._quic_logger, transmit, first)
+        return transmit
 
     def on_probe_delivery(self, delivery: QuicDeliveryState, size: int) -> None:
         """Learn of what became of a probe."""

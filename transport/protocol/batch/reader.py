@@ -450,7 +450,7 @@ class _Packets:
             epoch=tls.Epoch.ONE_RTT,
             host_cid=quic.host_cid,
             network_path=quic._network_paths[0],
-            quic_logger_frames=None,
+            quic_logger_frames=[],  # `tracing` has told of them
             time=self._now,
             version=quic._version,
         )
