@@ -28,6 +28,10 @@ def error_of_end(link: Link, end: ConnectionEnded, who: str) -> MeshError:
         return PeerLost(
             "connection", peer=who, why=end.reason, fix="Is the peer's process still running?"
         )
+    if end.by is EndedBy.FORGOTTEN:
+        return PeerLost(
+            "connection", peer=who, why=end.reason, fix="Connect again: the peer is there."
+        )
     if not end.is_application and end.code:
         return ProtocolError(
             "connection",

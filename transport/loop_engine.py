@@ -18,6 +18,7 @@ from transport.protocol.aioquic_adapter import (
 from transport.protocol.connection_ids import ConnectionIds
 from transport.protocol.hello import HELLO_MAX
 from transport.protocol.newcomers import NewcomerFilter, StrangerBudget
+from transport.protocol.stateless_reset import StatelessResets
 from transport.protocol.turns import Turns
 from transport.socket_filter import FloodGuard
 from transport.udp import Refusal, UdpSocket
@@ -66,7 +67,8 @@ class LoopEngine:
         self._on_inbound = on_inbound
         self._on_pumped = on_pumped
         self._observing = Observing(config)
-        self._ids = ConnectionIds()
+        self._ids = ConnectionIds.of(key, sock.address[1])
+        self._resets = StatelessResets(key, sock.address[1])
         rules, budget = config.newcomers, StrangerBudget()
         self.demux = Demultiplexer(
             make_listener=self._make_listener if config.listen else None,
@@ -77,6 +79,7 @@ class LoopEngine:
             new_connection_id=self._ids.draw,
             newcomers=None if rules is None else NewcomerFilter(rules),
             strangers=budget,
+            resets=self._resets,
         )
         guard = FloodGuard(sock.raw, self._ids, self.demux, budget)
         self.driver = Driver(
@@ -127,6 +130,7 @@ class LoopEngine:
                 expected_peer=peer,
                 max_streams=0,
                 new_connection_id=self._ids.draw,
+                reset_token=self._resets.token,
             )
         )
 
@@ -169,6 +173,7 @@ class LoopEngine:
                 original_destination_connection_id=original,
                 retry_source_connection_id=retried,
                 new_connection_id=self._ids.draw,
+                reset_token=self._resets.token,
             )
         )
         self._on_inbound(core, address)

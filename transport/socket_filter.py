@@ -3,11 +3,11 @@
 Datagrams of a flood come faster than Python takes them from the socket, and fill its queue: those
 of honest peers are then lost before anybody has looked at them. A classic BPF program on the socket
 (Linux, socket(7) SO_ATTACH_FILTER; no privilege is needed) lets through what is sent to one of our
-connection ids, which it knows by their tag (`transport.protocol.connection_ids`), and what may
-begin a connection. Everything else never was. Under a flood of what may begin a connection, or is
-sent to ids that are no longer in use, a share of that is let through, and all of what is sent to
-the connections there are. The demultiplexer judges as it would without a filter: this is about the
-queue, and no part of what is safe.
+connection ids, which it knows by their tag (`transport.protocol.connection_ids`), what may begin a
+connection, and what has the size of a stateless reset. Everything else never was. Under a flood of
+these, or of what is sent to ids that are no longer in use, a share of that is let through, and all
+of what is sent to the connections there are. The demultiplexer judges as it would without a filter:
+this is about the queue, and no part of what is safe.
 
 Where datagrams are aggregated on their way in, the program sees the first of them, and the
 demultiplexer each.
@@ -33,6 +33,7 @@ from transport.protocol.demux import (
     Demultiplexer,
 )
 from transport.protocol.newcomers import INTERVAL, StrangerBudget
+from transport.protocol.stateless_reset import FIXED_BIT, LEAST, MOST
 
 __all__ = ["FloodGuard", "assemble", "attach"]
 
@@ -170,7 +171,8 @@ def assemble(
         ids: draws the connection ids that are let through.
         newcomers: the share let through of what may begin a connection, from 0 to 1.
         listed: the connection ids in use; None for all that `ids` may have drawn.
-        others: the share let through of what is sent to other ids that `ids` may have drawn.
+        others: the share let through of what is sent to other ids that `ids` may have drawn, and
+            of what may be a stateless reset, whose id is noise.
     """
     code = _Assembler()
     code.add(_LD_BYTE_AT, _FIRST_BYTE)
@@ -188,7 +190,12 @@ def assemble(
     code.add(_LDX_MEMORY, _TAG)
     code.when(_JEQ_X, 0, "ours")
     code.add(_LD_BYTE_AT, _FIRST_BYTE)
-    code.unless(_JSET, _LONG_HEADER, "drop")
+    code.when(_JSET, _LONG_HEADER, "newcomer")
+    code.unless(_JSET, FIXED_BIT, "drop")
+    code.add(_LD_LENGTH)
+    code.unless(_JGE, _UDP_HEADER + LEAST, "drop")
+    code.when(_JGT, _UDP_HEADER + MOST, "drop")
+    _sample(code, others)
 
     code.label("newcomer")
     _judge_newcomer(code, newcomers)

@@ -33,6 +33,7 @@ from transport.protocol.events import (
     StreamChanged,
     StreamOpened,
 )
+from transport.protocol.stateless_reset import StatelessResets
 
 Address = tuple[str, int]
 
@@ -155,6 +156,7 @@ class Host:
         self.address = address
         self.settings = settings
         self.ids = ConnectionIds()
+        self.resets = StatelessResets(secret, address[1])
         self.ends: dict[ConnectionCore, End] = {}
         """Every connection it ever had, in the order in which they came."""
         self.demux = Demultiplexer(
@@ -164,6 +166,7 @@ class Host:
             max_half_open_per_host=settings.max_half_open_per_host,
             retry_threshold=settings.retry_threshold,
             new_connection_id=self.ids.draw,
+            resets=self.resets,
         )
         world.hosts[address] = self
 
@@ -197,6 +200,7 @@ class Host:
             expected_peer=expect or target.key.node_id,
             max_streams=0,
             new_connection_id=self.ids.draw,
+            reset_token=self.resets.token,
         )
         end = self._end(quic, outbound=True)
         self.demux.add(end.core, quic.host_cid)
@@ -274,6 +278,7 @@ class Host:
             original_destination_connection_id=original,
             retry_source_connection_id=retried,
             new_connection_id=self.ids.draw,
+            reset_token=self.resets.token,
         )
         return self._end(quic, outbound=False).core
 

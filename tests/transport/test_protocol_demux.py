@@ -449,7 +449,10 @@ def test_every_id_that_was_issued_is_routed_and_a_retired_one_no_more() -> None:
     dialer.open(b"under another name")
     assert world.run(lambda: listener.inbox.get(0) == b"under another name")
     world.run(seconds=0.5)
-    assert demux.route(b"\x40" + old + bytes(30), STRANGER, 0.0) == Dropped("unknown connection id")
+    reset = demux.route(b"\x40" + old + bytes(30), STRANGER, 0.0)
+    assert isinstance(reset, Reply), "as if there were no such connection"
+    dialer.host.receive(reset.data, listener.host.address)
+    assert dialer.core.ended is None, "and whoever has retired it does not believe that"
     assert len(quic._host_cids) == 8
     assert len(demux._by_id) == 9
 
@@ -459,8 +462,9 @@ def test_ids_of_nobody_lead_nowhere() -> None:
     _, listener = connect(world)
     demux = listener.host.demux
     before = dict(demux._by_id)
-    for data in (b"", b"\x40", b"\x40" + bytes(8), b"\x40" + b"n" * 40, b"\xc0"):
+    for data in (b"", b"\x40", b"\x40" + bytes(8), b"\x40" + b"n" * 20, b"\xc0"):
         assert isinstance(demux.route(data, STRANGER, 0.0), Dropped)
+    assert isinstance(demux.route(b"\x40" + b"n" * 40, STRANGER, 0.0), Reply), "a reset"
     assert demux._by_id == before
     handshake_packet = bytes([0xE0]) + long_header(VERSION_1, b"n" * 8, b"s" * 8)[1:] + b"\x00"
     handshake_packet += bytes(1200)

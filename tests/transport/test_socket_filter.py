@@ -16,11 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from auth import SecretKey
 from tests.transport.nodes import eventually
 from tests.transport.pair import World, connect
 from transport import socket_filter
 from transport.protocol.connection_ids import ID_LENGTH, ConnectionIds, hash_words
 from transport.protocol.newcomers import STRANGERS_BURST, StrangerBudget
+from transport.protocol.stateless_reset import LEAST, MOST, StatelessResets
 from transport.socket_filter import MAX_LISTED, FloodGuard, assemble, attach
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
@@ -93,7 +95,7 @@ def foreign() -> bytes:
 @needs_linux
 def test_a_short_header_needs_an_id_of_ours(sockets: Filtered) -> None:
     assert all(sockets.passes(short(IDS.draw())) for _ in range(100))
-    assert not any(sockets.passes(short(foreign())) for _ in range(100))
+    assert not any(sockets.passes(short(foreign(), 40)) for _ in range(100))
     assert sockets.passes(short(IDS.draw(), 0)), "the demultiplexer judges what there is of it"
     assert not sockets.passes(short(IDS.draw(), 0)[:-1])
 
@@ -148,8 +150,11 @@ def test_what_may_begin_a_connection(
 @needs_linux
 def test_ten_thousand_datagrams_of_junk(sockets: Filtered) -> None:
     draw = random.Random(4)
-    passed = sum(sockets.passes(draw.randbytes(draw.randrange(1, 1200))) for _ in range(10_000))
-    assert passed <= 3, "one in 65,536 is to be expected"
+    junk = [draw.randbytes(draw.randrange(1, 1200)) for _ in range(10_000)]
+    passed = [each for each in junk if sockets.passes(each)]
+    resets = [each for each in junk if LEAST <= len(each) <= MOST and each[0] & 0xC0 == 0x40]
+    assert len(set(passed) - set(resets)) <= 3, "one in 65,536 is to be expected"
+    assert set(resets) <= set(passed)
     # Full-sized junk may look like a version to negotiate: a long header, both ids of few bytes.
     expected = 0.5 * (13 / 256) * (21 / 256)
     passed = sum(sockets.passes(draw.randbytes(1400)) for _ in range(10_000))
@@ -198,6 +203,31 @@ def test_a_share_of_the_newcomers(sockets: Filtered) -> None:
     assert sockets.passed(initial, 1000) < 10
     sockets.attach(newcomers=1.0)
     assert sockets.passed(initial, 100) == 100
+
+
+@needs_linux
+def test_what_may_be_a_stateless_reset_passes_and_under_a_flood_a_share_of_it(
+    sockets: Filtered,
+) -> None:
+    reset = StatelessResets(SecretKey.generate(), 4433).answer(foreign(), 100, 0.0)
+    assert reset is not None
+    assert sockets.passes(reset)
+    assert all(sockets.passes(short(foreign(), size - 9)) for size in range(LEAST, MOST + 1))
+    assert not any(sockets.passes(short(foreign(), size - 9)) for size in (9, LEAST - 1, MOST + 1))
+    assert not sockets.passes(b"\0" + reset[1:])
+    sockets.attach(others=0.25)
+    assert 150 < sockets.passed(reset, 1000) < 350
+    sockets.attach(newcomers=0.0, others=0.0)
+    assert not sockets.passes(reset)
+
+
+def test_a_node_that_starts_anew_on_its_port_knows_its_ids() -> None:
+    key = SecretKey.generate()
+    ids, other = ConnectionIds.of(key, 4433), ConnectionIds.of(key, 4434)
+    drawn = [ids.draw() for _ in range(100)]
+    assert all(map(ConnectionIds.of(key, 4433).is_ours, drawn))
+    assert sum(map(other.is_ours, drawn)) < 3
+    assert len(set(drawn)) == 100
 
 
 @needs_linux

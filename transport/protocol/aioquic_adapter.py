@@ -10,6 +10,7 @@ aioquic's sans-I/O connection does the QUIC; what it lacks is added here by over
 * bounds on what a peer, perhaps not yet authenticated, can make its reassembly hold and search;
 * key updates before the cipher's limit (RFC 9001 section 6.6), which upstream doesn't count;
 * connection ids that the endpoint draws (RFC 9000 section 5.1), so that it can tell them;
+* stateless resets (RFC 9000 section 10.3), which upstream neither sends nor knows;
 * streams, pacing and packet records that batches of packets can be made of (`batch`);
 * the figures that back-pressure, liveness and ``mesh status`` are made of.
 
@@ -18,6 +19,7 @@ aioquic's sans-I/O connection does the QUIC; what it lacks is added here by over
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import ssl
@@ -32,6 +34,7 @@ from aioquic.quic.connection import (
     QuicConnectionState,
     QuicReceiveContext,
 )
+from aioquic.quic.events import ConnectionTerminated
 from aioquic.quic.logger import QuicLoggerTrace
 from aioquic.quic.packet import (
     QuicErrorCode,
@@ -46,6 +49,7 @@ from transport.protocol import congestion
 from transport.protocol.batch import BatchConnection
 from transport.protocol.events import ConnectionEnded, EndedBy
 from transport.protocol.path_mtu import BASE_SIZE
+from transport.protocol.stateless_reset import TOKEN_SIZE
 
 __all__ = ["SUPPORTED_AIOQUIC", "AdaptedConnection", "client_configuration", "server_configuration"]
 
@@ -104,6 +108,7 @@ class AdaptedConnection(BatchConnection):
         expected_peer: the node id a dialer insists on; None for a listener, which learns it.
         max_streams: bidirectional streams the peer may open before `admit`.
         new_connection_id: makes our connection ids, of the length given.
+        reset_token: makes the token with which a connection id can be reset.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class AdaptedConnection(BatchConnection):
         original_destination_connection_id: bytes | None = None,
         retry_source_connection_id: bytes | None = None,
         new_connection_id: Callable[[int], bytes] = os.urandom,
+        reset_token: Callable[[bytes], bytes] = lambda _: os.urandom(TOKEN_SIZE),
     ) -> None:
         super().__init__(
             configuration=configuration,
@@ -128,9 +134,12 @@ class AdaptedConnection(BatchConnection):
         """Why the peer's certificate was refused, if it was."""
 
         self._new_connection_id = new_connection_id
+        self._reset_token = reset_token
         first = self._host_cids[0]
         first.cid = new_connection_id(len(first.cid))
         self.host_cid = self._local_initial_source_connection_id = first.cid
+        if not self._is_client:  # a dialer may not say its first one's
+            first.stateless_reset_token = reset_token(first.cid)
         self._expected_peer = expected_peer
         self._fell_silent = False
 
@@ -166,6 +175,27 @@ class AdaptedConnection(BatchConnection):
         """Whether a close was sent or received, or is about to be sent."""
         return self._close_event is not None
 
+    def is_stateless_reset(self, datagram: bytes) -> bool:
+        """Whether `datagram` ends with a token of a peer's id that is in use.
+
+        It takes the same time for every token (RFC 9000 section 10.3.1). Ids that are spare or
+        retired don't count: for those anybody may have been told theirs.
+        """
+        on_paths = [path.peer_cid for path in self._network_paths]
+        in_use = [self._peer_cid, *(each for each in on_paths if each is not None)]
+        last = datagram[-TOKEN_SIZE:]
+        found = [hmac.compare_digest(each.stateless_reset_token, last) for each in in_use]
+        return any(found)
+
+    def drain(self, reason: str, now: float) -> None:
+        """End the connection without a word to the peer (RFC 9000 section 10.2.2)."""
+        self._close_event = ConnectionTerminated(
+            error_code=QuicErrorCode.NO_ERROR,
+            frame_type=QuicFrameType.PADDING,
+            reason_phrase=reason,
+        )
+        self._close_begin(is_initiator=False, now=now)
+
     @property
     def trace(self) -> QuicLoggerTrace | None:
         """What is written down of the connection for debugging, unless it is over."""
@@ -197,6 +227,7 @@ class AdaptedConnection(BatchConnection):
         super()._replenish_connection_ids()
         for issued in self._host_cids[had:]:  # the peer has not been told of these yet
             issued.cid = self._new_connection_id(len(issued.cid))
+            issued.stateless_reset_token = self._reset_token(issued.cid)
 
     def _initialize(self, peer_cid: bytes) -> None:
         super()._initialize(peer_cid)

@@ -240,6 +240,19 @@ class ConnectionCore:
             ]
         return out
 
+    def take_reset(self, data: bytes, now: float) -> bool:
+        """Whether `data` is the peer's word that it does not know this connection any more.
+
+        Then that is over, and nothing more is sent (RFC 9000 section 10.3.1).
+        """
+        if self.peer is None or self.ended is not None or not self.quic.is_stateless_reset(data):
+            return False
+        self.bytes_received += len(data)
+        reason = "its node has started anew and does not know the connection any more"
+        self.quic.drain(reason, now)
+        self._end(ConnectionEnded(EndedBy.FORGOTTEN, 0, reason, is_application=False))
+        return True
+
     def suspect(self, now: float) -> None:
         """The peer's host reported its port closed: ask at once, decide soon."""
         if self.peer is None:

@@ -8,10 +8,13 @@ tag is no authentication: one in 65,536 guesses passes, and then meets the table
 
 from __future__ import annotations
 
+import hmac
 import os
 import struct
 
-__all__ = ["ID_LENGTH", "RANDOM_LENGTH", "ROUNDS", "ConnectionIds", "hash_words"]
+from auth import SecretKey
+
+__all__ = ["ID_LENGTH", "RANDOM_LENGTH", "ROUNDS", "ConnectionIds", "hash_words", "key_at"]
 
 ID_LENGTH = 8
 RANDOM_LENGTH = 6
@@ -20,6 +23,8 @@ KEY_LENGTH = 8
 
 ROUNDS = (2, 4)
 """HalfSipHash-2-4: rounds after each word of the message, and at its end."""
+
+_DOMAIN = b"quicmesh connection ids 1"
 
 _MASK = 0xFFFFFFFF
 _INITIAL = (0, 0, 0x6C796765, 0x74656462)
@@ -39,6 +44,14 @@ class ConnectionIds:
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key: tuple[int, int] = struct.unpack("<II", key or os.urandom(KEY_LENGTH))
+
+    @classmethod
+    def of(cls, key: SecretKey, port: int) -> ConnectionIds:
+        """Return those of a node at a local port, be it the one that was there before it ended.
+
+        What its peers still send to them reaches it, and is answered (`stateless_reset`).
+        """
+        return cls(key_at(key, port, _DOMAIN)[:KEY_LENGTH])
 
     def __repr__(self) -> str:
         return "<ConnectionIds>"
@@ -64,6 +77,11 @@ class ConnectionIds:
         head, tail = _TAIL.unpack(drawn)
         digest = hash_words(self._key, (head, tail | _LAST_WORD))
         return (digest & 0xFFFF).to_bytes(2, "big")
+
+
+def key_at(key: SecretKey, port: int, domain: bytes) -> bytes:
+    """Return 32 secret bytes for the use that `domain` names, by whoever has `key` at `port`."""
+    return hmac.digest(key.to_bytes(), domain + b"\0" + port.to_bytes(2, "big"), "sha256")
 
 
 def hash_words(key: tuple[int, int], words: tuple[int, ...]) -> int:

@@ -2,8 +2,9 @@
 
 What `aioquic.asyncio` did for its users and an endpoint of our own has to do itself: routing by
 connection id (RFC 9000 section 5.2), version negotiation (section 6), Retry when many handshakes
-are half-open (section 8.1.2), bounds on newcomers, and silence towards everything else. Each answer
-to a stranger is smaller than what provoked it, so nothing here amplifies.
+are half-open (section 8.1.2), stateless resets (section 10.3), bounds on newcomers, and silence
+towards everything else. Each answer to a stranger is smaller than what provoked it, so nothing here
+amplifies.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from aioquic.quic.retry import QuicRetryTokenHandler
 from transport.protocol.connection import ConnectionCore
 from transport.protocol.connection_ids import ID_LENGTH
 from transport.protocol.newcomers import NewcomerFilter, StrangerBudget, Verdict, prefix_of
+from transport.protocol.stateless_reset import StatelessResets
 
 __all__ = ["Demultiplexer", "Dropped", "Reply"]
 
@@ -93,6 +95,7 @@ class Demultiplexer:
         new_connection_id: makes the id under which a Retry asks to be answered.
         newcomers: asked about every newcomer, before anything is kept of it.
         strangers: asked about every datagram that belongs to no connection, before all else.
+        resets: answers datagrams of connections that are not known any more.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Demultiplexer:
         new_connection_id: Callable[[int], bytes],
         newcomers: NewcomerFilter | None = None,
         strangers: StrangerBudget | None = None,
+        resets: StatelessResets | None = None,
     ) -> None:
         self.drops: Counter[str] = Counter()
         """How many datagrams were dropped, by reason."""
@@ -117,6 +121,7 @@ class Demultiplexer:
         self._new_connection_id = new_connection_id
         self._newcomers = newcomers
         self._strangers = strangers
+        self._resets = resets
         self._retry_tokens = QuicRetryTokenHandler()
         self._by_id: dict[bytes, ConnectionCore] = {}
         self._ids: dict[ConnectionCore, set[bytes]] = {}
@@ -201,7 +206,7 @@ class Demultiplexer:
             core = self._by_id.get(data[1 : 1 + ID_LENGTH])
             if core is not None:
                 return self._let_through(core, now)
-            return self._drop("unknown connection id" if self._has_time(now) else NO_TIME)
+            return self._unknown(data, address, now) if self._has_time(now) else self._drop(NO_TIME)
         try:
             version, destination, source = _pull_invariants(data)
         except ValueError:
@@ -222,6 +227,21 @@ class Demultiplexer:
         if version not in SUPPORTED_VERSIONS:
             return Reply(encode_quic_version_negotiation(destination, source, SUPPORTED_VERSIONS))
         return self._meet(data, address, now)
+
+    def _unknown(
+        self, data: bytes, address: Address, now: float
+    ) -> ConnectionCore | Reply | Dropped:
+        """Decide about a short header whose id belongs to no connection."""
+        if self._resets is not None:
+            if self._resets.may_look(len(data), now):
+                for core in self._ids:
+                    if core.remote_address == address and core.take_reset(data, now):
+                        return core
+            answer = self._resets.answer(data[1 : 1 + ID_LENGTH], len(data), now)
+            if answer is not None:
+                self.drops["unknown connection id"] += 1
+                return Reply(answer)
+        return self._drop("unknown connection id")
 
     def _meet(self, data: bytes, address: Address, now: float) -> ConnectionCore | Reply | Dropped:
         """Decide about a long header of our version that belongs to no connection."""

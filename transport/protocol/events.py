@@ -31,6 +31,8 @@ class EndedBy(enum.Enum):
     """The peer closed it."""
     SILENCE = "silence"
     """Nothing was heard for the liveness bound, or the host reported the port closed."""
+    FORGOTTEN = "forgotten"
+    """The peer's node has started anew, and does not know the connection any more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from enum import Enum
 from transport.errors import AddressError, TransportError
 
 __all__ = [
+    "Bucket",
     "IPV6_SITE_PREFIX",
     "NewcomerFilter",
     "NewcomerRules",
@@ -113,8 +114,8 @@ class NewcomerFilter:
         self._rules = rules
         self._allow = tuple(map(_network, rules.allow))
         self._deny = tuple(map(_network, rules.deny))
-        self._hosts: OrderedDict[tuple[str, bool], _Bucket] = OrderedDict()
-        self._in_all = {proved: _Bucket(rules.in_all) for proved in (False, True)}
+        self._hosts: OrderedDict[tuple[str, bool], Bucket] = OrderedDict()
+        self._in_all = {proved: Bucket(rules.in_all) for proved in (False, True)}
 
     def is_refused(self, address: Address) -> bool:
         """Whether datagrams from `address` are met with silence, whatever is in them."""
@@ -134,13 +135,13 @@ class NewcomerFilter:
             return Verdict.WELCOME
         return Verdict.TOO_MANY if proved else Verdict.PROVE
 
-    def _host(self, prefix: str, proved: bool) -> _Bucket:
+    def _host(self, prefix: str, proved: bool) -> Bucket:
         key = (prefix, proved)
         bucket = self._hosts.get(key)
         if bucket is None:
             if self._rules.per_host is None:
-                return _Bucket(None)
-            bucket = self._hosts[key] = _Bucket(self._rules.per_host)
+                return Bucket(None)
+            bucket = self._hosts[key] = Bucket(self._rules.per_host)
             if len(self._hosts) > MAX_PREFIXES:
                 self._hosts.popitem(last=False)
         self._hosts.move_to_end(key)
@@ -229,7 +230,7 @@ class StrangerBudget:
         self._began, self._known = now, 0.0
 
 
-class _Bucket:
+class Bucket:
     """The tokens of one `Rate`; without a rate there are always some."""
 
     __slots__ = ("_at", "_rate", "_tokens")
@@ -240,6 +241,7 @@ class _Bucket:
         self._at: float | None = None
 
     def has_one(self, now: float) -> bool:
+        """Whether there is one at `now`."""
         if self._rate is None:
             return True
         if self._at is not None and now > self._at:
@@ -249,6 +251,7 @@ class _Bucket:
         return self._tokens >= 1.0
 
     def take(self) -> None:
+        """Take one."""
         self._tokens -= 1.0
 
 
