@@ -55,6 +55,7 @@ class Directory:
         self._book = book
         self._keys = keys
         self._addresses: dict[NodeId, tuple[SocketAddress, ...]] = {}
+        self._heard: dict[NodeId, tuple[SocketAddress, ...]] = {}
         self._dials: dict[NodeId, tuple[PeerState, str | None]] = {}
 
     def names(self) -> Mapping[NodeId, str | None]:
@@ -104,7 +105,8 @@ class Directory:
         """Return where a peer may be, the likeliest first."""
         entry = None if self._book is None else self._book.get(node_id)
         kept = () if entry is None else entry.addresses
-        return tuple(dict.fromkeys((*self._addresses.get(node_id, ()), *kept)))[:MAX_ADDRESSES]
+        heard, known = self._heard.get(node_id, ()), self._addresses.get(node_id, ())
+        return tuple(dict.fromkeys((*heard, *known, *kept)))[:MAX_ADDRESSES]
 
     def no_address(self, node_id: NodeId) -> UnknownPeer:
         """Return the error for a peer that can't be dialled since nobody said where it is."""
@@ -133,9 +135,14 @@ class Directory:
 
     def reached(self, node_id: NodeId, addresses: Iterable[SocketAddress]) -> None:
         """Note that a peer proved its key, and where it can be dialled, the best address first."""
+        self._heard.pop(node_id, None)
         _put(self._dials, node_id, (PeerState.AUTHENTICATED, None))
         known = tuple(dict.fromkeys((*addresses, *self._addresses.get(node_id, ()))))
         _put(self._addresses, node_id, known[:MAX_ADDRESSES])
+
+    def heard(self, node_id: NodeId, addresses: Iterable[SocketAddress]) -> None:
+        """Note where others say that a peer is, until it is reached; the book is to know better."""
+        _put(self._heard, node_id, tuple(addresses))
 
     def told(self, node_id: NodeId, addresses: tuple[SocketAddress, ...], host: str = "") -> None:
         """Note where a peer says that it is, in place of all that was known; save it in the book.

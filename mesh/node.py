@@ -31,6 +31,7 @@ from auth.authorizer import parts
 from mesh.bench import register_calls as register_bench
 from mesh.directory import Directory
 from mesh.errors import NodeError
+from mesh.finding import ask_around
 from mesh.home import INVITE_LIFETIME, Home
 from mesh.joining import join
 from mesh.peer import Peer
@@ -509,9 +510,12 @@ class Node:
         limit = self._config.connect_timeout if timeout is None else timeout
         deadline = anyio.current_time() + limit
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        has_asked = False
         while (connection := self.endpoint.connection(node_id)) is None:
             if not where.addresses and not self.endpoint.known_addresses(node_id):
-                raise self.directory.no_address(node_id)
+                if has_asked or not await ask_around(self, node_id, deadline):
+                    raise self.directory.no_address(node_id)
+                where, has_asked = self._with_known(where), True
             try:
                 connection = await self.endpoint.connect(
                     where,
@@ -520,6 +524,11 @@ class Node:
                 )
                 break
             except MeshError as error:
+                if isinstance(error, Unreachable) and not has_asked:
+                    has_asked = True
+                    if await ask_around(self, node_id, deadline):
+                        where = self._with_known(where)
+                        continue
                 pause = backoff.pause()
                 left = min(
                     deadline - anyio.current_time(), self._recently_lost.seconds_left(node_id)
@@ -533,9 +542,13 @@ class Node:
                     self.directory.name_in(error)
                     raise
             await anyio.sleep(pause)
-            told = self.directory.addresses(node_id)
-            where = PeerAddress(node_id, tuple(dict.fromkeys((*told, *where.addresses))))
+            where = self._with_known(where)
         return connection
+
+    def _with_known(self, where: PeerAddress) -> PeerAddress:
+        """Return where to dial, with what is known by now."""
+        known = self.directory.addresses(where.node_id)
+        return PeerAddress(where.node_id, tuple(dict.fromkeys((*known, *where.addresses))))
 
     def _with_own_daemon(self, where: PeerAddress) -> PeerAddress:
         """Return where to dial; for a program of this machine that dials its daemon, right here."""

@@ -5,6 +5,7 @@ call                scope    answers
 ==================  =======  ===================================================================
 ``node.info``       node     version, boot, host, uptime, devices, counts
 ``node.announce``   node     takes the caller's addresses, answers this node's: both can dial then
+``node.find``       node     the addresses of a peer that is connected here; see mesh.finding
 ``node.status``     admin    the above, every peer with state, path, round trip, bytes; tables
 ``node.ping_peer``  admin    pings a peer from here: path and round trip, or the error
 ``node.refs``       admin    the remote references here and at connected peers; see mesh.rpc
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from auth import ADMIN, MeshError, SocketAddress
+from auth import ADMIN, IdentityError, MeshError, NodeId, SocketAddress
 from mesh.version import version
 from transport import CborValue, Connection, Incoming, format_address, parse_address
 from transport.codes import decode_error, encode_error, plain_text
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from mesh.node import Node
 
 __all__ = [
+    "MAX_FOUND",
     "announce",
     "error_of",
     "error_value",
@@ -51,6 +53,9 @@ MAX_PEERS = 1000
 MAX_ADDRESSES = 16
 """Addresses that a peer may announce, as many as a ticket carries."""
 
+MAX_FOUND = 4
+"""Addresses told of another node."""
+
 _COUNTS = ("connections", "tensors")
 
 MAX_PINGS = 100
@@ -62,6 +67,7 @@ def register_services(node: Node) -> None:
     calls = {
         "node.info": (_info, SCOPE),
         "node.announce": (_take_announcement, SCOPE),
+        "node.find": (_find, SCOPE),
         "node.status": (_status, ADMIN),
         "node.ping_peer": (_ping_peer, ADMIN),
         "node.refs": (_refs, ADMIN),
@@ -182,6 +188,19 @@ async def _status(node: Node, request: Incoming) -> CborValue:
         "peers": [status.as_message() for status in peers[:MAX_PEERS]],
         "peers_left_out": max(0, len(peers) - MAX_PEERS),
     }
+
+
+async def _find(node: Node, request: Incoming) -> CborValue:
+    try:
+        sought = NodeId.parse(request.value if isinstance(request.value, str) else "")
+    except IdentityError as error:
+        raise ProtocolError("node.find", why="it names no node") from error
+    connection = node.endpoint.connection(sought)
+    if connection is None:  # whoever asks knows it as well
+        return {"addresses": []}
+    told = node.directory.addresses(sought)
+    addresses = tuple(dict.fromkeys((connection.remote_address, *told)))[:MAX_FOUND]
+    return {"addresses": [format_address(address) for address in addresses]}
 
 
 async def _ping_peer(node: Node, request: Incoming) -> CborValue:

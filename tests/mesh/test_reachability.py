@@ -178,7 +178,7 @@ async def test_ping_is_a_number_or_one_of_three_reasons() -> None:
             assert caught.value.why
             kinds[kind] = caught.value.exit_code
         # Alive, and mute: neither dead nor refusing.
-        live.endpoint._engine.driver._send = lambda data, address: None  # type: ignore[method-assign]
+        live.endpoint._engine.driver._send = lambda transmit: None  # type: ignore[method-assign]
         with pytest.raises(DeadlineExceeded) as silence:
             await ping(here, live.node_id.short, 1, 0.3)
         kinds[DeadlineExceeded] = silence.value.exit_code
@@ -288,7 +288,7 @@ async def test_a_question_over_a_link_that_nobody_keeps_is_asked_again(question:
     async with node() as here, embedded(key) as there:
         peer = await here.connect(there.ticket())
         # Gone without a word: nothing leaves it any more.
-        there.endpoint._engine.driver._send = lambda data, address: None  # type: ignore[method-assign]
+        there.endpoint._engine.driver._send = lambda transmit: None  # type: ignore[method-assign]
         began = time.monotonic()
         answers: list[object] = []
 

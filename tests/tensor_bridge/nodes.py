@@ -106,7 +106,7 @@ class Node:
             assert isinstance(engine._child, Child), "it would be the end of others as well"
             os.kill(engine._child.pid, signal.SIGSTOP)  # ended by force when the node is closed
         else:
-            engine.driver._send = lambda data, address: None  # type: ignore[attr-defined]
+            engine.driver._send = lambda transmit: None  # type: ignore[attr-defined]
 
     def hear_nothing_of(self, peer: Node) -> None:
         """Have the kernel drop what `peer` sends here, until `hear_all` (Linux)."""

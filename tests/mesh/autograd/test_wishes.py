@@ -41,7 +41,7 @@ async def test_b20_contexts_of_an_initiator_that_vanished_lapse() -> None:
             x = torch.ones(3, requires_grad=True)
             await a.agent.call(b.node_id, "through", (x, "scale"))
             assert len(b.agent.autograd.contexts) == len(c.agent.autograd.contexts) == 1
-            a.agent._node.endpoint._engine.driver._send = lambda data, address: None  # type: ignore[attr-defined]
+            a.agent._node.endpoint._engine.driver._send = lambda transmit: None  # type: ignore[attr-defined]
             gone = [each.agent._node.endpoint.connection(a.node_id) for each in (b, c)]
             await eventually(lambda: not any(each and each.is_open for each in gone))
             await eventually(
