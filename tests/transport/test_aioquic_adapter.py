@@ -39,14 +39,15 @@ from transport.protocol.aioquic_adapter import (
     client_configuration,
     server_configuration,
 )
-from transport.protocol.batch import ReceivePart, SendPart
+from transport.protocol.batch import ReceivePart, SendPart, credit
 from transport.protocol.batch import connection as batch_connection
 from transport.protocol.pacing import BatchPacer
 
 ADAPTER = Path(aioquic_adapter.__file__)
 BATCH = sorted(Path(batch.__file__).parent.glob("*.py"))
 CONNECTION = Path(batch_connection.__file__)
-TREES = [ast.parse(path.read_text()) for path in (ADAPTER, CONNECTION)]
+CREDIT = Path(credit.__file__)
+TREES = [ast.parse(path.read_text()) for path in (ADAPTER, CONNECTION, CREDIT)]
 CLASSES = [node for tree in TREES for node in tree.body if isinstance(node, ast.ClassDef)]
 
 CHANGED = (
@@ -276,6 +277,7 @@ SIGNATURES = {
     "_handle_crypto_frame": "(self, context, frame_type, buf)",
     "_handle_stream_frame": "(self, context, frame_type, buf)",
     "_initialize": "(self, peer_cid)",
+    "_on_max_stream_data_delivery": "(self, delivery, stream)",
     "_payload_received": "(self, context, plain, crypto_frame_required=False)",
     "_replenish_connection_ids": "(self)",
     "_write_connection_limits": "(self, builder, space)",

@@ -78,6 +78,15 @@ def packets(events: list[dict[str, Any]], what: str) -> dict[int, dict[str, Any]
     return numbered
 
 
+def said(packet: dict[str, Any]) -> list[dict[str, Any]]:
+    """The frames of a packet. Padding is told by who receives it, and by who sends it not always.
+
+    Delays are told in steps of a microsecond by the one, and more exactly by the other.
+    """
+    frames = [frame for frame in packet["frames"] if frame["frame_type"] != "padding"]
+    return [{key: frame[key] for key in frame if key != "ack_delay"} for frame in frames]
+
+
 def stream_bytes(data: Iterator[dict[str, Any]] | Any) -> int:
     """How much of one stream packets carry, from its beginning without a gap."""
     frames = [frame for each in data for frame in each["frames"] if frame["frame_type"] == "stream"]
@@ -110,9 +119,9 @@ async def test_a_trace_tells_of_every_packet_of_both_directions(
         assert len(received) > len(sent) * 0.5
         in_bulk = [number for number in received if sent[number]["raw"]["length"] > 1200]
         assert in_bulk, "packets that aioquic's own code never makes"
-        for number in in_bulk:
-            assert received[number]["frames"] == sent[number]["frames"]
-            assert received[number]["raw"] == sent[number]["raw"]
+        for number, data in received.items():
+            assert data["raw"] == sent[number]["raw"]
+            assert said(data) == said(sent[number])
         assert stream_bytes(sent.values()) >= len(BULK)
         assert stream_bytes(received.values()) >= len(BULK)
     names = {event["name"] for event in both["client"]}

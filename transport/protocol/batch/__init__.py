@@ -2,8 +2,8 @@
 
 On top of aioquic's own connection and wire-compatible with any other. `sealing` is the
 cryptography, `sending` and `receiving` are a stream's two parts, `writer` and `reader` put packets
-together and take them apart, and `connection` joins all that to aioquic's. Whatever is out of the
-ordinary stays with aioquic's packet code.
+together and take them apart, and `credit` and `connection` join all that to aioquic's. Whatever is
+out of the ordinary stays with aioquic's packet code.
 """
 
 from transport.protocol.batch.connection import BatchConnection

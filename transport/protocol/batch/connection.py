@@ -9,11 +9,7 @@ from aioquic import tls
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import (
-    CONNECTION_LIMIT_FRAME_CAPACITY,
-    MAX_STREAM_DATA_FRAME_CAPACITY,
-    Limit,
     NetworkAddress,
-    QuicConnection,
     QuicConnectionError,
     QuicReceiveContext,
 )
@@ -22,10 +18,10 @@ from aioquic.quic.packet import (
     QuicFrameType,
     pull_quic_transport_parameters,
 )
-from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder
-from aioquic.quic.recovery import QuicPacketSpace
+from aioquic.quic.packet_builder import QuicDeliveryState
 from aioquic.quic.stream import FinalSizeError, QuicStream
 
+from transport.protocol.batch.credit import POSTED_WINDOW, CreditConnection
 from transport.protocol.batch.reader import BatchReader
 from transport.protocol.batch.receiving import ReceivePart
 from transport.protocol.batch.sending import SendPart
@@ -55,10 +51,6 @@ packets, or travels with an answer."""
 BLACK_HOLE_TIMEOUTS = 3
 """Probe timeouts in a row after which larger datagrams than all paths carry are given up."""
 
-POSTED_WINDOW = 32 << 20
-"""How far the peer may be ahead, in bytes, in memory that the application has posted: enough for
-1 GB/s over 30 ms. What is posted is bounded by whoever allocated it."""
-
 IDLE_STEP = 0.01
 """The idle timeout is put off no more often than this, in seconds: it depends on the probe timeout,
 which changes with each packet."""
@@ -72,7 +64,7 @@ BYTES_PER_GAP = 2048
 packet of a window leaves, and no more."""
 
 
-class BatchConnection(QuicConnection):
+class BatchConnection(CreditConnection):
     """`aioquic.quic.connection.QuicConnection` with a faster way beside its own packet code.
 
     Whatever a batch can't carry goes out by `datagrams_to_send`, and whatever a batch can't be read
@@ -92,6 +84,7 @@ class BatchConnection(QuicConnection):
     ) -> None:
         super().__init__(
             configuration=configuration,
+            max_streams=max_streams,
             original_destination_connection_id=original_destination_connection_id,
             retry_source_connection_id=retry_source_connection_id,
         )
@@ -103,29 +96,17 @@ class BatchConnection(QuicConnection):
         self._ack_delay = ACK_DELAY
         self._key_update_at = KEY_UPDATE_PACKETS
         self._idle_step_at = 0.0
-        self._connection_window = configuration.max_data
-        self._connection_consumed = 0
-        self._stream_window = configuration.max_stream_data
         self._mtu = PathMtu()
         self.datagram_size = self._max_datagram_size
         """UDP payload of a full packet, in bytes: what the path is known to carry."""
         self._has_bulk = False
-        self._posted: set[ReceivePart] = set()
         self._changed: dict[int, None] = {}
         self.has_filled = False
         """Whether all memory posted for a stream was filled, and no acknowledgement has said so."""
         self._writer = BatchWriter(self)
         self._reader = BatchReader(self)
-        self._max_streams = max_streams
-        _set_limit(self._local_max_streams_bidi, max_streams)
-        # Unidirectional streams carry nothing in any protocol here.
-        _set_limit(self._local_max_streams_uni, 0)
 
     # -- streams
-
-    def is_local_stream(self, stream_id: int) -> bool:
-        """Whether this side opened the stream (RFC 9000 section 2.1)."""
-        return bool(stream_id & 1) != self._is_client
 
     def unacknowledged(self, stream_id: int) -> int:
         """Bytes written to the stream that the peer has not acknowledged."""
@@ -200,6 +181,7 @@ class BatchConnection(QuicConnection):
         """Have the stream's next bytes written to `target`; return how many were there already."""
         taken = receiver.post(target)
         self.discard(taken)
+        receiver.note()
         if receiver.posted:
             self._posted.add(receiver)
         return taken
@@ -228,32 +210,7 @@ class BatchConnection(QuicConnection):
         for stream in self._streams.values():
             SendPart.of(stream).drop()
 
-    # -- credit
-
-    def admit(self, *, max_streams: int, connection_window: int) -> None:
-        """Lift the narrow limits of a peer that is not yet authorized."""
-        # The limit counts from the first stream, so that those already closed stay counted.
-        self._local_max_streams_bidi.value += max(0, max_streams - self._max_streams)
-        self._max_streams = max(max_streams, self._max_streams)
-        self._connection_window = connection_window
-        window_end = self._connection_consumed + connection_window
-        self._local_max_data.value = max(self._local_max_data.value, window_end)
-
-    def consume(self, stream_id: int, count: int) -> bool:
-        """Note that the application took `count` bytes; return whether the peer should be told."""
-        self.discard(count)
-        return self.owes_credit(stream_id)
-
-    def owes_credit(self, stream_id: int) -> bool:
-        """Whether the peer should be told that it may send more."""
-        stream = self._streams.get(stream_id)
-        if stream is not None and not stream.receiver.is_finished and self._stream_credit(stream):
-            return True
-        return bool(self._connection_credit())
-
-    def discard(self, count: int) -> None:
-        """Note that `count` bytes went nowhere: room for other streams, but not for theirs."""
-        self._connection_consumed += count
+    # -- batches
 
     def acknowledge_with_data(self, now: float) -> None:
         """Let an acknowledgement that is still held back travel with the data that now leaves.
@@ -263,30 +220,6 @@ class BatchConnection(QuicConnection):
         space = self.data_space
         if space.ack_at is not None:
             space.ack_at = min(space.ack_at, now)
-
-    def received_total(self, stream_id: int) -> int | None:
-        """The highest offset received on the stream, None once aioquic discarded it."""
-        stream = self._streams.get(stream_id)
-        return None if stream is None else stream.receiver.highest_offset
-
-    def _connection_credit(self) -> int:
-        """New MAX_DATA value if it is worth a frame: half a window has been consumed since."""
-        window = self._connection_window
-        if self._posted:
-            posted = sum(receiver.posted for receiver in self._posted)
-            window += min(posted, POSTED_WINDOW)
-        target = self._connection_consumed + window
-        return target if target - self._local_max_data.value >= window // 2 else 0
-
-    def _stream_credit(self, stream: QuicStream) -> int:
-        receiver = ReceivePart.of(stream)
-        window = self._stream_window
-        if receiver.target is not None:
-            window += min(receiver.posted, POSTED_WINDOW)
-        target = receiver.consumed + window
-        return target if target - stream.max_stream_data_local >= window // 2 else 0
-
-    # -- batches
 
     def receive_batch(
         self, data: bytearray, size: int, segment: int, address: NetworkAddress, now: float
@@ -381,32 +314,6 @@ class BatchConnection(QuicConnection):
             or self._streams_have_control()
         )
 
-    def _streams_have_control(self) -> bool:
-        for stream in self._streams_queue:
-            sender, receiver = stream.sender, stream.receiver
-            if not sender.buffer_is_empty or sender.reset_pending or receiver.stop_pending:
-                return True
-            if not receiver.is_finished and (
-                stream.max_stream_data_local != stream.max_stream_data_local_sent
-                or self._stream_credit(stream)
-            ):
-                return True
-        return False
-
-    def _discard_finished_streams(self) -> None:
-        """Forget streams that are over, as upstream does only with a packet in its hands."""
-        finished = [
-            stream
-            for stream in self._streams_queue
-            if stream.receiver.is_finished and stream.sender.is_finished
-        ]
-        for stream in finished:
-            assert stream.stream_id is not None
-            del self._streams[stream.stream_id]
-            self._streams_queue.remove(stream)
-            if not self.is_local_stream(stream.stream_id):
-                self._local_max_streams_bidi.value += 1
-
     def stream_received(
         self, stream: QuicStream, offset: int, data: memoryview, *, fin: bool
     ) -> None:
@@ -427,19 +334,11 @@ class BatchConnection(QuicConnection):
             raise _final_size_error(error) from error
         self._received(stream, new, changed)
 
-    def _check_flow(self, stream: QuicStream, stop: int) -> int:
-        """Return how many bytes are new, if the peer was allowed to send them."""
-        new = max(0, stop - stream.receiver.highest_offset)
-        if stop > stream.max_stream_data_local:
-            raise _flow_control_error("Over stream data limit")
-        if self._local_max_data.used + new > self._local_max_data.value:
-            raise _flow_control_error("Over connection data limit")
-        return new
-
     def _received(self, stream: QuicStream, new: int, changed: bool) -> None:
         receiver = ReceivePart.of(stream)
         self._local_max_data.used += new
         self._settle(receiver)
+        receiver.note()
         assert stream.stream_id is not None
         if changed:
             self._changed[stream.stream_id] = None
@@ -451,11 +350,6 @@ class BatchConnection(QuicConnection):
                 QuicFrameType.STREAM_BASE,
                 "the stream's data has too many gaps",
             )
-
-    def _settle(self, receiver: ReceivePart) -> None:
-        """Credit what has come into memory of the application's own."""
-        self._connection_consumed += receiver.landed
-        receiver.landed = 0
 
     def _gaps_allowed(self, receiver: ReceivePart) -> int:
         return (self._stream_window + min(receiver.posted, POSTED_WINDOW)) // BYTES_PER_GAP
@@ -501,8 +395,11 @@ class BatchConnection(QuicConnection):
             if isinstance(stream.receiver, ReceivePart):
                 break
             assert stream.stream_id is not None
-            stream.receiver = ReceivePart(stream.stream_id)
-            stream.sender = SendPart(stream.stream_id)
+            stream.receiver = receiver = ReceivePart(stream.stream_id)
+            stream.sender = sender = SendPart(stream.stream_id)
+            receiver.concerned = sender.concerned = self._concerned
+            receiver.note()
+        self._streams_queue.clear()
 
     def _parse_transport_parameters(self, data: bytes, from_session_ticket: bool = False) -> None:
         super()._parse_transport_parameters(data, from_session_ticket)
@@ -530,46 +427,6 @@ class BatchConnection(QuicConnection):
         buf.seek(start)
         super()._handle_ack_frame(context, frame_type, buf)
 
-    def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
-        self._local_max_data.value = self._connection_credit() or self._local_max_data.value
-        self._write_limit(builder, self._local_max_data)
-        streams = self._local_max_streams_bidi
-        # MAX_STREAMS in batches: a frame once half of what was granted has been used up.
-        if streams.sent - streams.used < streams.value - streams.sent:
-            self._write_limit(builder, streams)
-
-    def _write_limit(self, builder: QuicPacketBuilder, limit: Limit) -> None:
-        if limit.value == limit.sent:
-            return
-        buffer = builder.start_frame(
-            limit.frame_type,
-            capacity=CONNECTION_LIMIT_FRAME_CAPACITY,
-            handler=self._on_connection_limit_delivery,
-            handler_args=(limit,),
-        )
-        buffer.push_uint_var(limit.value)
-        limit.sent = limit.value
-
-    def _write_stream_limits(
-        self, builder: QuicPacketBuilder, space: QuicPacketSpace, stream: QuicStream
-    ) -> None:
-        if stream.receiver.is_finished or not stream.max_stream_data_local:
-            return
-        assert stream.stream_id is not None
-        credit = self._stream_credit(stream)
-        stream.max_stream_data_local = credit or stream.max_stream_data_local
-        if stream.max_stream_data_local == stream.max_stream_data_local_sent:
-            return
-        buffer = builder.start_frame(
-            QuicFrameType.MAX_STREAM_DATA,
-            capacity=MAX_STREAM_DATA_FRAME_CAPACITY,
-            handler=self._on_max_stream_data_delivery,
-            handler_args=(stream,),
-        )
-        buffer.push_uint_var(stream.stream_id)
-        buffer.push_uint_var(stream.max_stream_data_local)
-        stream.max_stream_data_local_sent = stream.max_stream_data_local
-
     def handle_timer(self, now: float) -> None:
         """As upstream; what was known of the path's size is doubted when nothing is heard."""
         super().handle_timer(now)
@@ -589,15 +446,7 @@ class BatchConnection(QuicConnection):
 _was_sent = attrgetter("was_sent")
 
 
-def _flow_control_error(reason: str) -> QuicConnectionError:
-    return QuicConnectionError(QuicErrorCode.FLOW_CONTROL_ERROR, QuicFrameType.STREAM_BASE, reason)
-
-
 def _final_size_error(error: FinalSizeError) -> QuicConnectionError:
     return QuicConnectionError(
         QuicErrorCode.FINAL_SIZE_ERROR, QuicFrameType.STREAM_BASE, str(error)
     )
-
-
-def _set_limit(limit: Limit, value: int) -> None:
-    limit.value = limit.sent = value

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import deque
 
 from aioquic.quic import events
-from aioquic.quic.packet import QuicStreamFrame
+from aioquic.quic.packet import QuicErrorCode, QuicStreamFrame
+from aioquic.quic.packet_builder import QuicDeliveryState
 from aioquic.quic.stream import FinalSizeError, QuicStream, QuicStreamReceiver
 
 from transport.protocol.batch.ranges import Ranges
@@ -36,6 +37,7 @@ class ReceivePart(QuicStreamReceiver):
         buffered: bytes that came in order and were not taken, posted memory aside.
         target_start, target_stop: the offsets between which memory is posted; equal: none is.
         landed: bytes that came in order into posted memory and were not yet credited to the peer.
+        concerned: where streams are noted of which there is something to say; its connection's.
         held: bytes that were taken to be handed on, and that the application has not taken yet.
     """
 
@@ -47,6 +49,7 @@ class ReceivePart(QuicStreamReceiver):
         self.target_start = self.target_stop = 0
         self.target: memoryview | None = None
         self.is_whole = False
+        self.concerned: dict[int, None] = {}
         self._is_torn = False
         self._early = Ranges()
         del self._ranges  # nothing of upstream's may look there
@@ -213,7 +216,23 @@ class ReceivePart(QuicStreamReceiver):
         event = super().handle_reset(final_size=final_size, error_code=error_code)
         if event is not None:
             self.withdraw()
+            self.note()
         return event
+
+    def stop(self, error_code: int = QuicErrorCode.NO_ERROR) -> None:
+        """As upstream."""
+        super().stop(error_code)
+        self.note()
+
+    def on_stop_sending_delivery(self, delivery: QuicDeliveryState) -> None:
+        """As upstream."""
+        super().on_stop_sending_delivery(delivery)
+        self.note()
+
+    def note(self) -> None:
+        """Have the connection look if there is something to say of the stream."""
+        assert self._stream_id is not None
+        self.concerned[self._stream_id] = None
 
     def _check_final_size(self, stop: int, fin: bool) -> None:
         if self._final_size is not None:

@@ -44,6 +44,8 @@ class SendPart(QuicStreamSender):
         """Whether the end was written and never sent."""
         self.is_spoiled = False
         """Whether memory that was lent was gone before it was sent."""
+        self.concerned: dict[int, None] = {}
+        """Where streams are noted of which there is something to say; its connection's."""
         self.is_dropped = False
         """Whether nothing more will be sent, for want of the memory."""
         self._loan: tuple[Callable[[], bool], int] | None = None
@@ -170,6 +172,7 @@ class SendPart(QuicStreamSender):
             self.fin_unsent = False
             self._pending_eof = True
             self.buffer_is_empty = False
+        self._note()
 
     def get_frame(self, max_size: int, max_offset: int | None = None) -> QuicStreamFrame | None:
         """As upstream, of what was lost or handed over."""
@@ -210,6 +213,7 @@ class SendPart(QuicStreamSender):
             if stop > start:
                 self._lost.add(start, stop)
             self._pending_eof = self._pending_eof or fin
+            self._note()
             return
         if start == self._buffer_start and not len(self._early):
             self._buffer_start = stop
@@ -222,6 +226,7 @@ class SendPart(QuicStreamSender):
         self._acked_fin = self._acked_fin or fin
         if self._acked_fin and self._buffer_start == self._buffer_fin and not is_over:
             self.is_finished = True  # else only the acknowledgement of the reset counts
+            self._note()
 
     def _drop_acknowledged(self) -> None:
         pieces = self._pieces
@@ -232,8 +237,18 @@ class SendPart(QuicStreamSender):
     def reset(self, error_code: int) -> None:
         """As upstream; what was lent is let go at once."""
         super().reset(error_code)
+        self._note()
         if self._reset_error_code is not None:
             self.drop()
+
+    def on_reset_delivery(self, delivery: QuicDeliveryState) -> None:
+        """As upstream."""
+        super().on_reset_delivery(delivery)
+        self._note()
+
+    def _note(self) -> None:
+        assert self._stream_id is not None
+        self.concerned[self._stream_id] = None
 
     def drop(self) -> None:
         """Let go of all memory: nothing more of this stream will be sent but its reset."""
