@@ -45,6 +45,7 @@ from mesh.loop_thread import LoopThread
 from mesh.peer import MOVE_TIMEOUT
 from mesh.status import PeerStatus
 from transport import CborValue, Endpoint, EndpointConfig
+from transport.deadlines import seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +178,7 @@ class Node:
             timeout: seconds after which what is left is cut off; by default as long as the
                 endpoint's ``linger`` allows.
         """
-        self._loop.close(timeout)
+        self._loop.close(None if timeout is None else seconds_of(timeout))
 
     def __enter__(self) -> Self:
         return self.open()

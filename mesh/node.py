@@ -51,6 +51,7 @@ from transport import (
     Unreachable,
     parse_address,
 )
+from transport.deadlines import seconds_of
 
 if TYPE_CHECKING:
     from mesh.rpc import Agent
@@ -507,7 +508,7 @@ class Node:
     ) -> Connection:
         node_id = where.node_id
         where = self._with_own_daemon(where)
-        limit = self._config.connect_timeout if timeout is None else timeout
+        limit = self._config.connect_timeout if timeout is None else seconds_of(timeout)
         deadline = anyio.current_time() + limit
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         has_asked = False

@@ -10,6 +10,7 @@ import anyio
 
 from auth import MeshError, NodeId
 from transport import CborValue, Connection, ConnectionClosed, PeerLost
+from transport.deadlines import seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -212,11 +213,11 @@ class Peer:
         self, timeout: float, question: Callable[[Connection, float], Awaitable[T]]
     ) -> T:
         """Put a question that may be put twice: if the link breaks under it, over a new one."""
-        deadline = anyio.current_time() + timeout
+        deadline = anyio.current_time() + seconds_of(timeout)
         with self._telling():
             connection = await self.connection(timeout=timeout)
             try:
-                return await question(connection, deadline - anyio.current_time())
+                return await question(connection, max(0.0, deadline - anyio.current_time()))
             except (PeerLost, ConnectionClosed):
                 # It broke without a word, as when the peer was started anew meanwhile.
                 left = deadline - anyio.current_time()

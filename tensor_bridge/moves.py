@@ -24,6 +24,7 @@ from transport import (
     Stream,
     StreamReset,
 )
+from transport.deadlines import seconds_of
 
 __all__ = [
     "BROKEN",
@@ -191,8 +192,8 @@ class Landing:
 def deadline(
     seconds: float, what: str, *, peer: object, stage: str | None = None, why: str
 ) -> Iterator[None]:
-    """Raise `DeadlineExceeded` if the block takes longer than `seconds`."""
-    with anyio.move_on_after(seconds) as scope:
+    """Raise `DeadlineExceeded` if the block takes longer than `seconds`, which somebody gives."""
+    with anyio.move_on_after(seconds_of(seconds)) as scope:
         yield
     if scope.cancelled_caught:
         raise DeadlineExceeded(

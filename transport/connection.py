@@ -19,7 +19,7 @@ from transport.addresses import format_address
 from transport.carrier import NOT_NOW, Carrier, NotNow
 from transport.cbor import CborValue
 from transport.codes import AppCode, decode_error, encode_error
-from transport.deadlines import Deadlines
+from transport.deadlines import Deadlines, seconds_of
 from transport.endings import error_of_end
 from transport.errors import (
     ConnectionClosed,
@@ -230,7 +230,7 @@ class Connection:
             MeshError: what the handler raised, of the same class if it is one of the tree.
             DeadlineExceeded: no answer within `timeout` seconds; the handler is cancelled.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds_of(timeout)
         request = request_frame(service, value, max_size=self.max_frame)
 
         def too_late() -> DeadlineExceeded:
@@ -273,7 +273,7 @@ class Connection:
         if len(request) > carrier.most:
             return NOT_NOW
         try:
-            reply = carrier.call_in_thread(request, timeout, is_over)
+            reply = carrier.call_in_thread(request, seconds_of(timeout), is_over)
         except TimeoutError:
             raise self._too_late(service, timeout) from None
         except MeshError:
@@ -295,7 +295,7 @@ class Connection:
             DeadlineExceeded: none within `timeout` seconds; the default is ``idle_timeout``.
             MeshError: how the connection ended.
         """
-        wait = self._stream_timeout if timeout is None else timeout
+        wait = self._stream_timeout if timeout is None else seconds_of(timeout)
         with anyio.move_on_after(wait):
             return await self.next_stream(framed=False)
         raise DeadlineExceeded(
@@ -311,6 +311,7 @@ class Connection:
             DeadlineExceeded: no answer within `timeout` seconds.
             PeerLost: the connection broke meanwhile.
         """
+        seconds_of(timeout)
         self.raise_if_closed("ping", "send")
         uid, self._next_ping = self._next_ping, self._next_ping + 1
         event, began = anyio.Event(), time.perf_counter()
@@ -523,7 +524,7 @@ class Connection:
     async def _open(
         self, *, framed: bool, timeout: float | None, patience: float = math.inf
     ) -> Stream:
-        wait = self._stream_timeout if timeout is None else timeout
+        wait = self._stream_timeout if timeout is None else seconds_of(timeout)
         if not self.is_open:
             self.raise_if_closed("opening a stream", "open")
             raise ConnectionClosed("opening a stream", peer=self._who(), why="we are closing")

@@ -9,12 +9,30 @@ from __future__ import annotations
 
 import math
 import time
+from numbers import Real
 
 import anyio
 
+from transport.errors import TransportError
 from transport.readiness import Alarm, CallbackLoop, callback_loop
 
-__all__ = ["Deadlines", "Wait"]
+__all__ = ["Deadlines", "Wait", "seconds_of"]
+
+
+def seconds_of(timeout: float) -> float:
+    """Return a timeout that somebody gives, if it is one: infinity is, for as long as it takes.
+
+    Raises:
+        TransportError: it is negative, not a number, or of another type.
+    """
+    given: object = timeout
+    if isinstance(given, Real) and timeout >= 0:
+        return timeout
+    raise TransportError(
+        "a timeout",
+        why=f"it is {timeout!r}, not a number of seconds from 0 on",
+        fix="Give seconds, as in timeout=5.0, or leave it out for the default.",
+    )
 
 
 class Deadlines:

@@ -32,6 +32,7 @@ from transport.background import Background
 from transport.codes import AppCode
 from transport.config import EndpointConfig
 from transport.connection import MESH_ALPN, Connection
+from transport.deadlines import seconds_of
 from transport.dialing import Dialer
 from transport.engine import Engine, Link
 from transport.errors import (
@@ -356,6 +357,7 @@ class Endpoint:
             TransportError: `alpn` can't be the name of a protocol.
         """
         check_alpn("connecting with", alpn)
+        limit = self.config.connect_timeout if timeout is None else seconds_of(timeout)
         await self._engine.up()
         if isinstance(target, NodeId):
             target = PeerAddress(target)
@@ -393,7 +395,7 @@ class Endpoint:
             PeerAddress(target.node_id, addresses),
             attempt,
             key=(target.node_id, credential) if shared else object(),
-            timeout=self.config.connect_timeout if timeout is None else timeout,
+            timeout=limit,
             elsewhere=elsewhere if shared else None,
         )
         connection.note_shown(credential)

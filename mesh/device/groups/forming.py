@@ -23,6 +23,7 @@ from mesh.device.groups import wire
 from mesh.device.groups.issuing import SessionPart
 from mesh.tasks import helpers
 from transport import CborValue, Stream, parse_address
+from transport.deadlines import seconds_of
 
 if TYPE_CHECKING:
     from mesh.device.client.moving import Mover
@@ -59,7 +60,7 @@ class Bond:
         self.broken: Future[MeshError] = Future()
         self.listeners: set[Callable[[], object]] = set()
         self._parts = tuple(parts)
-        self._timeout = timeout
+        self._timeout = seconds_of(timeout)
         self._movers = [_mover(part) for part in parts]
         self._node: Node = self._movers[0].node
         self._streams: dict[int, Stream] = {}
