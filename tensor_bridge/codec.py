@@ -251,11 +251,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 def encode_meta(meta: TensorMeta) -> dict[str, CborValue]:
     """Return `meta` as it travels."""
-    value: dict[str, CborValue] = {"dtype": dtype_name(meta.dtype), "shape": list(meta.shape)}
+    value: dict[str, CborValue] = {"grad": True} if meta.requires_grad else {}
+    value["dtype"] = dtype_name(meta.dtype)
     if meta.order != tuple(range(len(meta.shape))):
         value["order"] = list(meta.order)
-    if meta.requires_grad:
-        value["grad"] = True
+    value["shape"] = list(meta.shape)
     if meta.quantization is not None:
         value["quantization"] = _encode_quantization(meta.quantization)
     return value

@@ -18,6 +18,7 @@ from tensor_bridge.huge_pages import prefer
 
 __all__ = [
     "CHUNK_BYTES",
+    "NEW_WRITES",
     "Payload",
     "allocate",
     "chunks",
@@ -40,6 +41,10 @@ _RAW = {
     8: torch.int64,
     16: torch.complex128,
 }
+
+
+NEW_WRITES = 1
+"""How often torch counts to have written in place to a tensor that `allocate` returns."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -211,7 +216,7 @@ def new_storage(nbytes: int) -> torch.UntypedStorage:
 
 def _in_place(tensor: torch.Tensor, meta: TensorMeta) -> bool:
     """Return whether the bytes to move lie in one span of CPU memory as they are."""
-    return (
+    return is_plain(tensor) or (
         tensor.device.type == "cpu"
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -278,6 +283,8 @@ def _blocks(tensor: torch.Tensor, skip: int) -> Iterator[tuple[int, int, torch.T
 
 def _empty(meta: TensorMeta) -> torch.Tensor:
     """Return an empty CPU tensor that has everything of `meta` but its shape."""
+    if meta.quantization is None and meta.dtype is not torch.complex32:
+        return torch.empty(0, dtype=meta.dtype, device="cpu")
     with warnings.catch_warnings():
         # torch calls complex32 experimental and quantized types deprecated. Who made the tensor has
         # been told; who is sent it has no choice.

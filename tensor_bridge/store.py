@@ -55,6 +55,11 @@ class Outside(Protocol):
         ...
 
     @property
+    def writes(self) -> int:
+        """How often torch has written in place to `raw`, and to what `copied` returns."""
+        ...
+
+    @property
     def raw(self) -> torch.Tensor:
         """The tensor as it lies there, each byte of which is to be read once, and not believed."""
         ...
@@ -126,7 +131,8 @@ class StoredTensor:
         The generation in the upper bits, ``tensor._version`` in the lower 32. Writes that torch
         does not count (through ``.data``, ``data_ptr``, or to inference tensors) don't show.
         """
-        return self.generation << 32 | writes_of(self.raw) & 0xFFFFFFFF
+        writes = writes_of(self.tensor) if self.outside is None else self.outside.writes
+        return self.generation << 32 | writes & 0xFFFFFFFF
 
 
 class Reservation:

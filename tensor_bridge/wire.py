@@ -2,7 +2,8 @@
 
 Every stream begins with the header of its class and answers with another; bytes of a tensor follow
 raw, their number agreed on before. Every decoder raises ``transport.ProtocolError`` for what is not
-exactly its message, before anything is allocated by it.
+exactly its message, before anything is allocated by it. Encoders write fields in the order that
+they travel in, shorter names first: to have them sorted takes three times as long as the rest.
 
     put     PutOpen ->, <- PutAccepted, bytes from its offset ->, Sent ->, <- Stored
     read    ReadOpen ->, <- ReadAccepted, <- bytes from the offset asked for, <- Sent, Received ->
@@ -92,12 +93,12 @@ class PutOpen:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {"upload": self.upload, "meta": encode_meta(self.meta)}
+        value: dict[str, CborValue] = {"meta": encode_meta(self.meta)}
         if self.name is not None:
             value["name"] = self.name
         if self.lanes:
             value["lanes"] = list(self.lanes)
-        return value
+        return value | {"upload": self.upload}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
@@ -129,15 +130,16 @@ class ReadOpen:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {"offset": self.offset}
-        if self.object_id is not None:
-            value["object"] = self.object_id
-        if self.token is not None:
-            value["token"] = self.token
-        if self.version is not None:
-            value["version"] = self.version
+        value: dict[str, CborValue] = {}
         if self.lanes:
             value["lanes"] = list(self.lanes)
+        if self.token is not None:
+            value["token"] = self.token
+        if self.object_id is not None:
+            value["object"] = self.object_id
+        value["offset"] = self.offset
+        if self.version is not None:
+            value["version"] = self.version
         return value
 
     @classmethod
@@ -204,8 +206,8 @@ class PutAccepted:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {"offset": self.offset}
-        return value if self.lane is None else value | {"lane": self.lane}
+        value: dict[str, CborValue] = {} if self.lane is None else {"lane": self.lane}
+        return value | {"offset": self.offset}
 
     @classmethod
     def decode(cls, value: CborValue, nbytes: int) -> Self:
@@ -229,8 +231,8 @@ class ReadAccepted:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {"meta": encode_meta(self.meta), "version": self.version}
-        return value if self.lane is None else value | {"lane": self.lane}
+        value: dict[str, CborValue] = {} if self.lane is None else {"lane": self.lane}
+        return value | {"meta": encode_meta(self.meta), "version": self.version}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
@@ -415,7 +417,7 @@ class MapCall:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {"object": self.object_id, "move": self.move}
+        return {"move": self.move, "object": self.object_id}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
@@ -459,12 +461,10 @@ class Listed:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {
-            "object": self.object_id,
-            "version": self.version,
-            "meta": encode_meta(self.meta),
-        }
-        return value if self.name is None else value | {"name": self.name}
+        value: dict[str, CborValue] = {"meta": encode_meta(self.meta)}
+        if self.name is not None:
+            value["name"] = self.name
+        return value | {"object": self.object_id, "version": self.version}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
@@ -494,7 +494,7 @@ class Listing:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {"objects": [each.encode() for each in self.objects], "more": self.more}
+        return {"more": self.more, "objects": [each.encode() for each in self.objects]}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:

@@ -35,13 +35,10 @@ class KeepCall:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        value: dict[str, CborValue] = {
-            "upload": self.upload,
-            "meta": encode_meta(self.meta),
-            "block": self.block,
-            "lend": self.lend,
-        }
-        return value if self.name is None else value | {"name": self.name}
+        value: dict[str, CborValue] = {"lend": self.lend, "meta": encode_meta(self.meta)}
+        if self.name is not None:
+            value["name"] = self.name
+        return value | {"block": self.block, "upload": self.upload}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:
@@ -86,7 +83,7 @@ class Found:
 
     def encode(self) -> dict[str, CborValue]:
         """Return the message as it travels."""
-        return {"meta": encode_meta(self.meta), "lend": self.lend}
+        return {"lend": self.lend, "meta": encode_meta(self.meta)}
 
     @classmethod
     def decode(cls, value: CborValue) -> Self:

@@ -17,6 +17,7 @@ from tests.benchmarks.gloo import Gloo
 from tests.benchmarks.harness import SMALL, Contender, Pipe, Site, obey_async
 from tests.benchmarks.ours import configuration
 from tests.benchmarks.tensorpipe import TensorPipe
+from tests.benchmarks.waking import BareWake, Wake
 from transport import Incoming
 
 __all__ = ["Moves", "missing", "run"]
@@ -31,6 +32,7 @@ NEW_STEP = 4096
 MADE = "quicmesh get, made there"
 HANDED = "quicmesh get, handed over"
 CALL = "quicmesh call"
+WAKE, BARE_WAKE = "quicmesh wake", "a bare eventfd"
 TENSORPIPE = "TensorPipe"
 HANDED_SIZES = (MIB, 64 * MIB, 1024 * MIB)
 WARM_UP = 8
@@ -158,6 +160,8 @@ OF_CALLS: dict[str, Contender] = {
     TENSORPIPE: TensorPipe(over_tcp=False),
 }
 
+OF_WAKES: dict[str, Contender] = {WAKE: Wake(), BARE_WAKE: BareWake()}
+
 
 def missing() -> str | None:
     """Return why processes of this host can't share memory, None if they can."""
@@ -179,13 +183,15 @@ def run(options: Options) -> tuple[list[Row], list[Shown]]:
     pairs += [(NEW, GLOO, None), (MADE, GLOO, None)]
     maps, shown = _run_maps(options)
     calls, more = _run_calls(options)
-    return [*rows, *maps, *calls], [
+    wakes, how_much_longer = _run_wakes(options)
+    return [*rows, *maps, *calls, *wakes], [
         *(
             Shown(PART, f"{figure}: {one} / {other}", ratio(rows, one, other), goal)
             for one, other, goal in pairs
         ),
         *shown,
         *more,
+        *how_much_longer,
     ]
 
 
@@ -222,4 +228,18 @@ def _run_calls(options: Options) -> tuple[list[Row], list[Shown]]:
             f"{figure}: {CALL} / {CALL} over QUIC",
             ratio(rows, CALL, f"{CALL} over QUIC"),
         ),
+    ]
+
+
+def _run_wakes(options: Options) -> tuple[list[Row], list[Shown]]:
+    """Wake who has waited; what a bare eventfd takes is the machine's, the rest is ours."""
+    figure = "woken from an idle wait"
+    with ready(OF_WAKES, options) as sessions:
+        rows = compare(PART, figure, sessions, options, lambda it: it.small(options.calls))
+    medians = {row.contender: row.median for row in rows}
+    if WAKE not in medians or BARE_WAKE not in medians:
+        return rows, []
+    return rows, [
+        Shown(PART, f"{figure}: {WAKE} / 50 us", medians[WAKE] / 50, 1.0, at_most=True),
+        Shown(PART, f"{figure}: {WAKE} / {BARE_WAKE}", medians[WAKE] / medians[BARE_WAKE]),
     ]

@@ -140,6 +140,15 @@ def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(each["ratio"] > 0 for each in goals)
 
 
+@pytest.mark.usefixtures("forked")
+@pytest.mark.skipif(host.missing() is not None, reason=str(host.missing()))
+def test_wakes(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [host.WAKE, host.BARE_WAKE]
+    figures = lines(capsys, "host", "--only", *names)
+    assert contenders(figures) == set(names)
+    assert [each["goal"] for each in figures if "goal" in each and each["ratio"]] == [1.0, None]
+
+
 @pytest.mark.slow  # four processes that load torch, two of them twice
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))

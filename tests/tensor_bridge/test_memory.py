@@ -23,6 +23,8 @@ from tensor_bridge import (
     describe,
     tensor_bytes,
 )
+from tensor_bridge.memory import NEW_WRITES
+from tensor_bridge.store import writes_of
 from tests.tensor_bridge.tensors import (
     DENSE,
     LAYOUTS,
@@ -195,6 +197,15 @@ def test_no_byte_view_of_what_is_not_in_order(layout: str) -> None:
 def test_no_byte_view_of_what_is_not_as_it_lies() -> None:
     with pytest.raises(UnsupportedTensor):
         tensor_bytes(torch.zeros(2, dtype=torch.complex64).conj())
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(3), torch.ones(0), torch.ones(2, dtype=torch.bfloat16)]
+)
+def test_what_is_allocated_counts_as_written_once(tensor: torch.Tensor) -> None:
+    meta = describe(tensor)
+    there = torch.empty(meta.nbytes, dtype=torch.uint8).untyped_storage()
+    assert writes_of(allocate(meta)) == writes_of(allocate(meta, there)) == NEW_WRITES
 
 
 def test_too_large_an_allocation_is_an_error_of_ours() -> None:

@@ -7,19 +7,24 @@ import torch
 
 from auth import NodeId
 from tensor_bridge import QuotaExceeded, describe
+from tensor_bridge.codec import Quantization, TensorMeta, encode_meta
 from tensor_bridge.wire import (
     FetchOpen,
     Listed,
     Listing,
+    MapCall,
     Minted,
     Moved,
     ObjectCall,
     PutAccepted,
+    PutOpen,
+    ReadAccepted,
     ReadOpen,
     Stored,
     decode_fetch_answer,
     encode_fetch_failure,
 )
+from tensor_bridge.wire_blocks import Found, KeepCall
 from tests.tensor_bridge.tensors import quiet
 from transport import CborValue, ProtocolError
 from transport.cbor import encode
@@ -93,3 +98,23 @@ def test_the_largest_page_fits_a_frame() -> None:
         largest = torch.quantize_per_channel(scales.float(), scales, scales.long(), 0, torch.qint8)
     entry = Listed("ab" * 16, (1 << 64) - 1, describe(largest), "n" * 128)
     encode(Listing((entry,) * 32, more=True).encode(), max_size=MAX_FRAME)
+
+
+def test_the_frequent_messages_are_written_in_order() -> None:
+    quantization = Quantization((1.0, 2.0), (0, 0), axis=0)
+    meta = TensorMeta(torch.qint8, (2, 3), (1, 0), requires_grad=True, quantization=quantization)
+    id_, lanes = "ab" * 16, ("shared-memory",)
+    messages = (
+        encode_meta(meta),
+        PutOpen(id_, meta, "n", lanes).encode(),
+        PutAccepted(1, "quic").encode(),
+        ReadOpen(id_, b"t", 1, 2, lanes).encode(),
+        ReadAccepted(meta, 1, "quic").encode(),
+        KeepCall(id_, meta, 1, 2, "n").encode(),
+        Found(meta, 1).encode(),
+        MapCall(id_, 1 << 62).encode(),
+        Listed(id_, 1, meta, "n").encode(),
+        Listing((), more=False).encode(),
+    )
+    for message in messages:
+        assert list(message) == sorted(message, key=lambda name: (len(name), name))

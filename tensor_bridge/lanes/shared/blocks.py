@@ -20,6 +20,7 @@ quota of who made them, all of each.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import os
@@ -41,7 +42,7 @@ from tensor_bridge.lanes.shared.protocol import (
     ForgottenMessage,
     ReturnedMessage,
 )
-from tensor_bridge.memory import allocate, tensor_bytes
+from tensor_bridge.memory import NEW_WRITES, allocate, tensor_bytes
 from tensor_bridge.wire_blocks import MAX_BLOCK
 from transport import ProtocolError
 
@@ -337,9 +338,10 @@ class Loan:
         blocks: of which link.
         lend: what the owner calls it.
         nbytes: how much memory is held for it: all of the block.
-        raw: the tensor as it lies there, for who reads each byte once, and believes none: the
-            owner can change it at any time. Not to be written to.
+        writes: how often torch has written to it, as to each that `allocate` returns.
     """
+
+    writes = NEW_WRITES
 
     def __init__(self, blocks: TheirBlocks, block: _Theirs, lend: int, meta: TensorMeta) -> None:
         self.blocks = blocks
@@ -349,7 +351,17 @@ class Loan:
         address = ctypes.addressof(block.memory)
         content = (ctypes.c_ubyte * meta.nbytes).from_address(address)
         weakref.finalize(content, blocks.end, block, lend).atexit = False
-        self.raw = allocate(meta, torch.frombuffer(content, dtype=torch.uint8).untyped_storage())
+        self._content = content
+
+    @functools.cached_property
+    def raw(self) -> torch.Tensor:
+        """The tensor as it lies there, for who reads each byte once, and believes none.
+
+        The owner can change it at any time. Not to be written to. Made when it is first asked for:
+        most are read by their owner alone.
+        """
+        content = torch.frombuffer(self._content, dtype=torch.uint8)
+        return allocate(self._meta, content.untyped_storage())
 
     def copied(self) -> torch.Tensor:
         """Return a copy, which is nobody's but the caller's.

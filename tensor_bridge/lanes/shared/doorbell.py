@@ -208,7 +208,7 @@ class Waiter:
         return False
 
     def _sleep(self, is_ready: Callable[[], bool], deadline: float) -> None:
-        nap = FIRST_SLEEP
+        nap, poll = FIRST_SLEEP, self._poll.poll
         self.arm()
         try:
             while not is_ready():
@@ -216,7 +216,7 @@ class Waiter:
                 if left <= 0:
                     raise TimeoutError
                 # Rounded up, for a wait that ends a moment too soon would only begin again.
-                found = self._poll.poll(math.ceil(min(nap, left) * 1000))
+                found = poll(math.ceil(min(nap, left) * 1000))
                 if is_ready():
                     return  # at once: what the eventfd still holds is drained before the next sleep
                 nap = min(2 * nap, LONGEST_SLEEP)
@@ -226,7 +226,7 @@ class Waiter:
                 if found:
                     self.drain()
         finally:
-            self.disarm()
+            self._words[self._flag] = 0
 
 
 class _Knocker:
@@ -234,16 +234,21 @@ class _Knocker:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLOUT)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        self._has_room = poll.poll
         self._lock = threading.Lock()
         """A poll object refuses a second thread, whose wake-up would be lost."""
 
     def knock(self) -> None:
         with self._lock:
-            if self._poll.poll(0):
-                with contextlib.suppress(BlockingIOError):
+            if self._has_room(0):
+                # Not contextlib.suppress: whoever rings after a while finds nothing in the caches,
+                # and each call of a function takes microseconds, which the sleeper waits for.
+                try:
                     os.eventfd_write(self._descriptor, 1)
+                except BlockingIOError:
+                    pass
 
 
 def make_eventfd() -> int:

@@ -43,7 +43,6 @@ import stat
 import struct
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -236,7 +235,7 @@ def _seals() -> int:
 
 
 # <linux/fs.h>: struct pm_scan_arg, struct page_region, and the categories of pages.
-_PAGEMAP = Path("/proc/self/pagemap")
+_PAGEMAP = "/proc/self/pagemap"
 _SCAN = struct.Struct("=12Q")
 _FOUND = struct.Struct("=3Q")
 _PAGEMAP_SCAN = 3 << 30 | _SCAN.size << 16 | ord("f") << 8 | 16
@@ -262,11 +261,14 @@ def _is_untouched(address: int, nbytes: int) -> bool:
         _IS_PRESENT | _IS_SWAPPED,
     )
     try:
-        with _PAGEMAP.open("rb", buffering=0) as pagemap:
+        pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        try:
             touched: int = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(question))
-            return touched == 0
+        finally:
+            os.close(pagemap)
     except OSError:
         return False
+    return touched == 0
 
 
 def _refused(why: str) -> ProtocolError:
