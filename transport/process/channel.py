@@ -7,6 +7,7 @@ hear is kept in order, and whoever has much to say asks first how much is kept (
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +41,8 @@ class Channel:
         taken: called after the records of one turn.
         before: called before a packet leaves, for what else it may carry.
         ended: called once, when nobody is at the other end any more.
+        most_kept: bytes that are kept for the other side; one that has more said to it, and listens
+            to none of it, is taken for gone.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Channel:
         taken: Callable[[bool], None],
         before: Callable[[], None],
         ended: Callable[[], None],
+        most_kept: float = math.inf,
     ) -> None:
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -61,6 +65,8 @@ class Channel:
         self._taken = taken
         self._before = before
         self._ended = ended
+        self._most_kept = most_kept
+        self._kept = 0
         self._packet = bytearray()
         self._unsent: deque[bytearray] = deque()
         self._blocked = anyio.Event()
@@ -103,7 +109,9 @@ class Channel:
             except OSError:
                 self._end()
             else:
-                self._unsent.popleft()
+                self._kept -= len(self._unsent.popleft())
+        if self._kept > self._most_kept:
+            self._end()
 
     async def run(self) -> None:
         """Serve until nobody is at the other end, or cancelled."""
@@ -126,6 +134,7 @@ class Channel:
     def _seal(self) -> None:
         if self._packet:
             self._unsent.append(self._packet)
+            self._kept += len(self._packet)
             self._packet = bytearray()
 
     async def _send_rest(self) -> None:
@@ -165,6 +174,6 @@ class Channel:
         if not self.is_over:
             self.is_over = True
             self._unsent.clear()
-            self._packet = bytearray()
+            self._packet, self._kept = bytearray(), 0
             self._over.set()
             self._ended()

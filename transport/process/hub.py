@@ -38,6 +38,10 @@ __all__ = ["Hub"]
 MAX_PROGRAMS = 64
 """At a time. Who comes after them starts a process of its own."""
 
+MAX_NEWCOMERS = 16
+"""That have come and are not served yet. Each may bring memory of any size, which is let go of when
+it is not taken in. Further ones wait in the socket, as many as that has room for."""
+
 SETUP_SECONDS = 2.0
 """How long a program may take to say what it wants, once it has come."""
 
@@ -106,6 +110,8 @@ class Hub:
 
     async def _accept(self, programs: TaskGroup) -> None:
         while True:
+            while self._programs - len(self._servers) >= MAX_NEWCOMERS:
+                await self._changed.wait()
             await anyio.wait_readable(self._listener)
             try:
                 control, _ = self._listener.accept()
@@ -138,6 +144,7 @@ class Hub:
                 control.send(encode(Kind.REFUSED, payload=why))
             return
         self._servers.add(server)
+        self._change()
         try:
             control.send(encode(Kind.JOINED, number=os.getpid()))
             await server.run(watch)

@@ -62,6 +62,10 @@ FAREWELL_SECONDS = 0.2
 MAX_LOG = 8192
 """Longest text of one record of the log, in characters."""
 
+MOST_UNHEARD = 16 << 20
+"""Bytes kept for a program that asks and asks and does not listen, until it is parted with. What is
+said without being asked for waits long before that (`Channel.is_full`)."""
+
 UNCLAIMED = 4
 """Streams that a peer may have opened and the program not dropped, in multiples of its limit."""
 
@@ -90,6 +94,7 @@ class Server:
             taken=self._taken,
             before=self._tell,
             ended=self._program_is_gone,
+            most_kept=MOST_UNHEARD,
         )
         self._engine: LoopEngine
         self._links: dict[int, LinkState] = {}

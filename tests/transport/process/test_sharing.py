@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from tests.cancelling import process_holdings
@@ -287,6 +289,21 @@ async def serving(path: Path) -> AsyncIterator[hub.Hub]:
             here.close()
 
 
+async def setup_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """What a program says first."""
+    setups: list[bytes] = []
+
+    async def remember(path: str, setup: bytes, *rest: object) -> None:
+        setups.append(setup)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "join", remember)
+        async with shared(path):
+            pass
+    (setup,) = setups
+    return setup
+
+
 async def answer(path: Path, packet: bytes, *given: int) -> str:
     """What is said to a program that comes with a packet and descriptors."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -302,16 +319,7 @@ async def test_who_can_not_be_served_is_told_why(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hub, "SETUP_SECONDS", 0.2)
-    setups: list[bytes] = []
-
-    async def remember(path: str, setup: bytes, *rest: object) -> None:
-        setups.append(setup)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "join", remember)
-        async with shared(path):
-            pass
-    (setup,) = setups
+    setup = await setup_of(path, monkeypatch)
     async with serving(path) as serves:
         await anyio.wait_all_tasks_blocked()
         before = process_holdings()
@@ -370,6 +378,72 @@ async def test_a_program_that_talks_nonsense_is_parted_with_alone(
             assert await connections[1].call("echo", 1) == 1
             assert len(serves._servers) == 1
         assert "could not be served any more" in caplog.text
+
+
+@pytest.mark.attack
+async def test_a_program_that_asks_and_does_not_listen_is_parted_with_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.process.server.MOST_UNHEARD", MIB)
+    setup = await setup_of(path, monkeypatch)
+    question = encode(Kind.SYNC, number=1)
+    flood, life = question * (MAX_PACKET // len(question)), os.pipe()
+    async with serving(path) as serves, endpoint() as listener, shared(path) as other:
+        connection = await other.connect(at(listener))
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        ):
+            udp.bind(("127.0.0.1", 0))
+            with sharing._reachable(path) as name:
+                deaf.connect(name)
+            socket.send_fds(deaf, [setup], (udp.fileno(), life[1]))
+            deaf.setblocking(False)
+            await eventually(lambda: len(serves._servers) == 2)
+            most = 0
+            with anyio.fail_after(20):
+                while len(serves._servers) == 2:
+                    try:
+                        deaf.send(flood)
+                    except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+                        await anyio.sleep(0.001)
+                    await anyio.lowlevel.checkpoint()
+                    most = max(most, *(each._channel._kept for each in serves._servers))
+            assert MIB // 2 < most < 4 * MIB
+            assert await connection.call("echo", 1) == 1
+    for each in life:
+        os.close(each)
+
+
+@pytest.mark.attack
+async def test_newcomers_that_say_nothing_are_few(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "MAX_NEWCOMERS", 2)
+    monkeypatch.setattr(hub, "SETUP_SECONDS", 0.2)
+    async with serving(path) as serves:
+        silent = []
+        try:
+            for _ in range(5):
+                silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                with sharing._reachable(path) as name:
+                    silent[-1].connect(name)
+            most = 0
+            with anyio.fail_after(5):
+                for each in silent:  # each has its turn, and is told that it has said nothing
+                    while not _has_come(each):
+                        most = max(most, serves._programs)
+                        await anyio.sleep(0.01)
+            assert most == 2
+        finally:
+            for each in silent:
+                each.close()
+        async with shared(path) as node:
+            assert is_shared(node)
+
+
+def _has_come(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
 
 
 async def test_a_process_of_another_user_is_given_nothing(
