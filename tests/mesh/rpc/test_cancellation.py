@@ -58,6 +58,8 @@ async def calling() -> AsyncIterator[Calling]:
             await one.call(other.node_id, exposures.echo, (LARGE,))
             connection = await one.connected(other.node_id)
             await eventually(lambda held=connection: held.carrier is not None)
+        for agent in agents:  # the answer may be here before its call is over there
+            await eventually(lambda held=agent: not held.service._room.used)
         yield c
 
 
