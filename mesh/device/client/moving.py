@@ -24,7 +24,8 @@ from mesh.device.client.session import Order, Request, Session
 from mesh.device.errors import DeviceBusy, DeviceError, SessionLost
 from mesh.device.handover import ARRIVED_CALL, Arrived, PutIn, Taken, TakeOut, transit_name
 from mesh.device.link import BROKEN
-from tensor_bridge import QuotaExceeded, TensorMeta, TensorRef
+from tensor_bridge import QuotaExceeded, TensorMeta, TensorRef, tensor_bytes
+from tensor_bridge.copying import copy_now
 from tensor_bridge.huge_pages import prefer
 from tensor_bridge.lanes import sealed_snapshot
 from transport import Backoff, CborValue
@@ -329,9 +330,8 @@ class Mover:
 
 def _land(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy to memory that mostly is new, and takes half as long in huge pages."""
-    if target.is_contiguous():
-        prefer(target.data_ptr(), target.nbytes)
-    target.copy_(tensor)
+    prefer(target.data_ptr(), target.nbytes)
+    copy_now(tensor_bytes(target), tensor_bytes(tensor))
 
 
 async def _persist(attempt: Callable[[], Awaitable[_T]], *movers: Mover) -> _T:

@@ -8,14 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-import torch
-
 from auth import MeshError
-from mesh.device.errors import DeviceError
 from mesh.device.server.later import Later, Step
-from tensor_bridge import tensor_bytes
 
-__all__ = ["Arrivals", "Come", "Place", "fill_from"]
+__all__ = ["Arrivals", "Come", "Place"]
 
 Come: TypeAlias = int | MeshError | None
 """A descriptor of memory that begins with the bytes, why they don't come, or None for no bytes."""
@@ -77,22 +73,3 @@ class Arrivals:
         finally:
             if isinstance(come, int):
                 os.close(come)
-
-
-def fill_from(descriptor: int, target: torch.Tensor) -> None:
-    """Fill a tensor of bytes from the beginning of memory.
-
-    Raises:
-        OSError: the memory can't be read.
-        DeviceError: it ends too soon.
-    """
-    landed = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-    room = tensor_bytes(landed)
-    start = 0
-    while start < len(room):
-        count = os.preadv(descriptor, [room[start:]], start)
-        if not count:
-            raise DeviceError("a move into a device", why="its memory was cut short")
-        start += count
-    if landed is not target:
-        target.copy_(landed)

@@ -30,7 +30,7 @@ from mesh.device.groups.member import Groups
 from mesh.device.server import orders
 from mesh.device.server.machine import Machine, MachineLimits
 from tensor_bridge import tensor_bytes
-from tensor_bridge.lanes import Writer
+from tensor_bridge.lanes import Writer, sealed_memory
 
 __all__ = ["LENGTH", "ORDER", "ExecutorLimits", "Inlet", "serve"]
 
@@ -187,11 +187,15 @@ def _give(link: socket.socket, request: int, tensor: torch.Tensor) -> bool:
     """Answer a request with sealed memory that holds a tensor; return whether that could be."""
     if not tensor.numel():
         return False
+    content = tensor_bytes(tensor)
     try:
-        content = tensor_bytes(tensor)
-        with contextlib.closing(Writer(len(content))) as writer:
-            writer.fill(content)
-            descriptor = writer.give()
+        kept = sealed_memory(tensor, len(content))
+        if kept is not None:  # it came like that
+            descriptor = os.dup(kept)
+        else:
+            with contextlib.closing(Writer(len(content))) as writer:
+                writer.fill(content)
+                descriptor = writer.give()
     except OSError:
         return False
     try:

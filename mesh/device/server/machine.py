@@ -18,23 +18,20 @@ from auth import MeshError
 from mesh.device import wire
 from mesh.device.errors import DeviceError, OperationFailed
 from mesh.device.groups.member import Groups
-from mesh.device.server.arrivals import Arrivals, Come, Place, fill_from
+from mesh.device.server.arrivals import Arrivals, Come, Place
 from mesh.device.server.later import Later, Step
 from mesh.device.server.program import Made, Program
 from mesh.device.server.randomness import RandomStates
 from mesh.device.server.sequence import Sequences
+from mesh.device.server.storages import Slot, over, zeros
 from tensor_bridge import CHUNK_BYTES, QuotaExceeded, tensor_bytes
 from tensor_bridge.codec import memory_order
-from tensor_bridge.huge_pages import HUGE_PAGE, prefer
 from transport import CborValue, LimitExceeded, ProtocolError
 
 __all__ = ["Machine", "MachineLimits"]
 
 Reply = Callable[[bytes], object]
 Give = Callable[[torch.Tensor], bool]
-
-MAX_VIEWS = 16
-"""Views of one storage that are kept made: a weight is used in two or three."""
 
 MAX_REASON = 400
 """Characters of an operator's own message that are passed on."""
@@ -53,19 +50,6 @@ class MachineLimits:
     max_bytes: int = 8 << 30
     max_handles: int = 1 << 20
     max_templates: int = 1 << 16
-
-
-class _Slot:
-    """One storage."""
-
-    __slots__ = ("base", "device", "geometry", "nbytes", "views")
-
-    def __init__(self, base: torch.Tensor, geometry: wire.Geometry | None, device: int) -> None:
-        self.base = base
-        self.geometry = geometry
-        self.device = device
-        self.nbytes = base.untyped_storage().nbytes()
-        self.views: dict[wire.Geometry, torch.Tensor] | None = None
 
 
 class _Poisoned(Exception):
@@ -102,7 +86,7 @@ class Machine:
         self._random = RandomStates(devices)
         self._devices = tuple(devices)
         self._groups = groups
-        self._slots: dict[int, _Slot | wire.Failure] = {}
+        self._slots: dict[int, Slot | wire.Failure] = {}
         self._programs: dict[int, Program] = {}
         self._known: dict[wire.Geometry, wire.Geometry] = {}
         self._later = Later()
@@ -209,14 +193,13 @@ class Machine:
         if isinstance(come, MeshError):
             self._replace(place.handle, wire.Failure(come))
         slot = self._slots.get(place.handle)
-        if not isinstance(come, int) or type(slot) is not _Slot:
+        if not isinstance(come, int) or type(slot) is not Slot:
             return  # poisoned: whoever reads it is told
         try:
             if place.offset + place.nbytes > slot.nbytes:
                 end = place.offset + place.nbytes
                 raise _bad(f"bytes up to {end} of a storage of {slot.nbytes}")
-            flat = wire.Geometry(torch.uint8, (place.nbytes,), (1,), place.offset)
-            fill_from(come, _over(slot.base, flat))
+            slot.fill(come, place.offset, place.nbytes)
         except (MeshError, OSError, RuntimeError) as error:
             failed = DeviceError("a move into a device", why=_reason(error))
             self._replace(place.handle, wire.Failure(failed))
@@ -248,6 +231,10 @@ class Machine:
         self._check_made(program, values)
         if self.used + program.nbytes > self.limits.max_bytes:
             raise self._no_room(program.nbytes)
+        for index in program.written:
+            slot = self._slots.get(values[index])
+            if type(slot) is Slot and slot.is_sealed:
+                slot.make_writable()
         tensors = list(map(self._view, values, program.tensors))
         args, kwargs = program.arguments(tensors, values)
         if program.is_random:
@@ -284,7 +271,7 @@ class Machine:
         fits = result.stride() == made.strides and result.storage_offset() == 0
         if fits and not program.aliases:
             return result
-        fresh = self._zeros(made.geometry, made.nbytes, program.device)
+        fresh = zeros(made.geometry, made.nbytes, program.device)
         fresh.copy_(result)
         return fresh
 
@@ -293,7 +280,7 @@ class Machine:
         seen = {
             slot.base.untyped_storage().data_ptr()
             for handle in handles
-            if isinstance(slot := self._slots.get(handle), _Slot)
+            if isinstance(slot := self._slots.get(handle), Slot)
         }
         for result in results:
             if isinstance(result, torch.Tensor) and (
@@ -311,7 +298,7 @@ class Machine:
         geometry: wire.Geometry | None,
         program: Program,
     ) -> None:
-        slot = _Slot(tensor, geometry, program.template.device)
+        slot = Slot(tensor, geometry, program.template.device)
         if self.used + slot.nbytes > self.limits.max_bytes:
             raise self._no_room(slot.nbytes)
         self.used += slot.nbytes
@@ -319,7 +306,7 @@ class Machine:
 
     def _view(self, handle: int, geometry: wire.Geometry) -> torch.Tensor:
         slot = self._slots.get(handle)
-        if type(slot) is not _Slot:
+        if type(slot) is not Slot:
             if isinstance(slot, wire.Failure):
                 raise _Poisoned(slot)
             raise _bad(f"there is no handle {handle}")
@@ -331,18 +318,15 @@ class Machine:
             if view is not None:
                 return view
         view = self._make_view(slot, geometry)
-        if views is None:
-            slot.views = {geometry: view}
-        elif len(views) < MAX_VIEWS:
-            views[geometry] = view
+        slot.keep_view(geometry, view)
         return view
 
-    def _make_view(self, slot: _Slot, geometry: wire.Geometry) -> torch.Tensor:
+    def _make_view(self, slot: Slot, geometry: wire.Geometry) -> torch.Tensor:
         if geometry.span > slot.nbytes:
             raise _bad(f"a tensor ends at byte {geometry.span} of a storage of {slot.nbytes}")
         if geometry.dtype is slot.base.dtype:
             return slot.base.as_strided(geometry.shape, geometry.strides, geometry.offset)
-        return _over(slot.base, geometry)
+        return over(slot.base, geometry)
 
     def _release_now_or_later(self, handles: Sequence[int]) -> None:
         if self._later.is_idle:
@@ -354,7 +338,7 @@ class Machine:
     def _release(self, handles: Sequence[int]) -> None:
         for handle in handles:
             slot = self._slots.pop(handle, None)
-            if type(slot) is _Slot:
+            if type(slot) is Slot:
                 self.used -= slot.nbytes
 
     # -- failures
@@ -369,7 +353,7 @@ class Machine:
     def _replace(self, handle: int, failure: wire.Failure) -> None:
         """Have `handle` tell of `failure`, unless it tells of another already."""
         slot = self._slots.get(handle)
-        if type(slot) is _Slot:
+        if type(slot) is Slot:
             self.used -= slot.nbytes
         elif slot is None and len(self._slots) >= self.limits.max_handles:
             raise self._too_many()
@@ -473,7 +457,7 @@ class Machine:
             (made,) = program.made
             self._add(
                 values[0],
-                self._zeros(made.geometry, made.nbytes, program.device),
+                zeros(made.geometry, made.nbytes, program.device),
                 made.geometry,
                 program,
             )
@@ -482,7 +466,7 @@ class Machine:
             source = self._view(values[0], program.tensors[0])
             if source.shape != made.shape or source.dtype is not made.dtype:
                 raise _bad("a copy differs from what it is a copy of")
-            copy = self._zeros(made.geometry, made.nbytes, program.device).copy_(source)
+            copy = zeros(made.geometry, made.nbytes, program.device).copy_(source)
             self._add(values[1], copy, made.geometry, program)
         elif program.template.name == wire.SET_RNG:
             state = self._view(values[0], program.tensors[0])
@@ -528,19 +512,13 @@ class Machine:
         slot = self._slots.get(handle)
         if slot is None:
             raise _bad(f"there is no handle {handle}")
-        if type(slot) is not _Slot or not data:
+        if type(slot) is not Slot or not data:
             return  # poisoned: whoever reads it is told
         if offset + len(data) > slot.nbytes:
             raise _bad(f"bytes up to {offset + len(data)} of a storage of {slot.nbytes}")
-        target = _over(slot.base, wire.Geometry(torch.uint8, (len(data),), (1,), offset))
+        slot.make_writable()
+        target = over(slot.base, wire.Geometry(torch.uint8, (len(data),), (1,), offset))
         target.copy_(torch.frombuffer(data, dtype=torch.uint8))
-
-    def _zeros(self, geometry: wire.Geometry, nbytes: int, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu" or nbytes < HUGE_PAGE:
-            return _over(torch.zeros(nbytes, dtype=torch.uint8, device=device), geometry)
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        prefer(flat.data_ptr(), nbytes)
-        return _over(flat.zero_(), geometry)
 
     def _layout(self, number: int) -> wire.Layout | None:
         program = self._programs.get(number)
@@ -569,12 +547,6 @@ class Machine:
             why=f"this session has {self.limits.max_handles} storages already",
             fix="Let go of tensors that are not needed any more.",
         )
-
-
-def _over(base: torch.Tensor, geometry: wire.Geometry) -> torch.Tensor:
-    """Return a tensor of `geometry`, which was found to fit, over the storage of `base`."""
-    alias = torch.empty(0, dtype=geometry.dtype, device=base.device)
-    return alias.set_(base.untyped_storage(), geometry.offset, geometry.shape, geometry.strides)
 
 
 def _flat(results: Any) -> Iterator[Any]:
