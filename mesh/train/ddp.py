@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesh.device.groups.context import Collective
+from mesh.train.optimizers import load_optimizer
 from mesh.train.replicated import Replicated
 from mesh.train.strategy import MakeOptimizer, Strategy, share_options
 
@@ -77,4 +77,4 @@ class _Ddp(Replicated):
 
     def _load_optimizers(self, state: Any) -> None:
         for optimizer in self._optimizers:
-            optimizer.load_state_dict(copy.deepcopy(state))  # it may take over its tensors
+            load_optimizer(optimizer, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesh.device.groups.context import Collective
+from mesh.train.optimizers import load_optimizer, of_buckets, of_parameters
 from mesh.train.replicated import Replicated
 from mesh.train.strategy import MakeOptimizer, Strategy, prepared
 
@@ -101,7 +101,7 @@ class _Sharded(Replicated):
         self._optimizers = self._make_optimizers(prepared(self._make))
 
     def _optimizer_state(self) -> Any:
-        """Return the state as it would be of whole buckets: what is a part is joined."""
+        """Return the state as it would be of whole parameters: what is a part is joined."""
         states = [optimizer.state_dict() for optimizer in self._optimizers]
         joined: dict[int, Any] = {}
         for number, bucket in enumerate(self._buckets):
@@ -112,10 +112,12 @@ class _Sharded(Replicated):
                 else value
                 for name, value in parts[0].items()
             }
-        return {"state": joined, "param_groups": states[0]["param_groups"]}
+        whole = {"state": joined, "param_groups": states[0]["param_groups"]}
+        return of_parameters(whole, self._buckets, len(self._parameters[0]))
 
     def _load_optimizers(self, state: Any) -> None:
         count = len(self.devices)
+        whole = of_buckets(state, self._buckets, len(self._parameters[0]))
         fresh = self._make_optimizers(prepared(self._make))
         for rank, optimizer in enumerate(fresh):
             split: dict[int, Any] = {}
@@ -124,10 +126,9 @@ class _Sharded(Replicated):
                     name: _part(value, bucket.padded, count, rank)
                     if _is_part(value, bucket.numel)
                     else value
-                    for name, value in state["state"].get(number, {}).items()
+                    for name, value in whole["state"].get(number, {}).items()
                 }
-            whole = {"state": split, "param_groups": state["param_groups"]}
-            optimizer.load_state_dict(copy.deepcopy(whole))  # it may take over its tensors
+            load_optimizer(optimizer, whole | {"state": split})
         self._optimizers = fresh
 
 

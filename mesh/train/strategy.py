@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from mesh.collective import CollectiveError
 from mesh.train.batches import moved
+from mesh.train.optimizers import load_optimizer
 
 __all__ = ["Loss", "MakeOptimizer", "Strategy", "single"]
 
@@ -127,7 +127,11 @@ class Strategy(Protocol):
         """Return what training can go on from, as tensors on the CPU and plain values."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned, also of a strategy over other devices."""
+        """Go on from what `state` returned, also of another strategy, or over other devices.
+
+        Raises:
+            CheckpointError: the optimizer is of other parameters, or can't have such a state.
+        """
 
 
 def single(device: torch.device | str) -> Strategy:
@@ -211,7 +215,7 @@ class _Single:
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it may take it over
+        load_optimizer(self.optimizer, state["optimizer"])
 
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mesh.device.errors import DeviceError
-from mesh.train import Strategy, ddp, sharded_optimizer, single
+from mesh.train import CheckpointError, Strategy, ddp, sharded_optimizer, single
 from mesh.train.batches import moved, rows, split
 from mesh.train.buckets import FIRST_BYTES, buckets_of
 from tests.mesh.train.models import OPTIMIZERS, batches, compute, encoder, mlp, plain
@@ -159,6 +159,10 @@ def test_evaluation_is_the_mean_over_all_examples(name: str) -> None:
         ("single", "ddp-3"),
         ("sharded-4", "sharded-1"),
         ("sharded-1", "sharded-4"),
+        ("sharded-4", "ddp-3"),
+        ("sharded-4", "single"),
+        ("ddp-3", "sharded-4"),
+        ("single", "sharded-1"),
     ],
 )
 def test_a_state_goes_on_over_other_devices(before: str, after: str, optimizer: str) -> None:
@@ -177,6 +181,72 @@ def test_a_state_goes_on_over_other_devices(before: str, after: str, optimizer: 
             strategy.step()
         found = strategy.state()["model"]
     _, reference = plain(model, make, data)
+    torch.testing.assert_close(found, reference, atol=1e-6, rtol=0)
+
+
+def state_after(name: str, model: nn.Module, make: Any, data: list[Any]) -> dict[str, Any]:
+    with STRATEGIES[name]() as strategy:
+        strategy.prepare(copy.deepcopy(model), make)
+        for batch in data:
+            strategy.backward(batch, compute)
+            strategy.step()
+        return strategy.state()
+
+
+def test_a_state_that_an_optimizer_can_not_have_says_why() -> None:
+    model, data = Partial().double(), batches(3, 6)
+    data[0][0][0, 0], data[1][0][0, 0] = 1, -1
+    adam = OPTIMIZERS["adam"]
+
+    def trainable(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return adam([each for each in parameters if each.requires_grad])
+
+    def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}])
+
+    sharded = state_after("sharded-4", model, adam, data)
+    apart = state_after("single", model, adam, data)
+    grouped = state_after("ddp-3", mlp().double(), two_groups, data)
+    with STRATEGIES["ddp-3"]() as strategy:
+        strategy.prepare(copy.deepcopy(model), trainable)
+        with pytest.raises(CheckpointError, match=r"groups of 7 parameters, .* groups of 6"):
+            strategy.load(sharded)
+    with STRATEGIES["sharded-4"]() as strategy:
+        strategy.prepare(copy.deepcopy(model), adam)
+        with pytest.raises(CheckpointError, match="never had a gradient"):
+            strategy.load(apart)
+        strategy.load(sharded)
+        strategy.backward(data[0], compute)
+        strategy.step()
+    with STRATEGIES["sharded-4"]() as strategy:
+        strategy.prepare(mlp().double(), adam)
+        with pytest.raises(CheckpointError, match="2 groups of options"):
+            strategy.load(grouped)
+        ungrouped = state_after("single", mlp().double(), adam, data)
+        ungrouped["optimizer"]["state"][1]["step"] += 1
+        with pytest.raises(CheckpointError, match="'step' differs"):
+            strategy.load(ungrouped)
+        ungrouped["optimizer"]["param_groups"][0]["params"].pop()
+        with pytest.raises(CheckpointError, match="of 5 parameters, and the model has 6"):
+            strategy.load(ungrouped)
+
+
+def test_a_sharded_optimizer_takes_a_state_of_the_parameters_that_are_trained() -> None:
+    model, data, adam = mlp().double(), batches(6, 6), OPTIMIZERS["adam"]
+    model[0].weight.requires_grad_(False)
+
+    def trainable(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return adam([each for each in parameters if each.requires_grad])
+
+    state = state_after("single", model, trainable, data[:3])
+    with STRATEGIES["sharded-4"]() as strategy:
+        strategy.prepare(copy.deepcopy(model), adam)
+        strategy.load(state)
+        for batch in data[3:]:
+            strategy.backward(batch, compute)
+            strategy.step()
+        found = strategy.state()["model"]
+    _, reference = plain(model, trainable, data)
     torch.testing.assert_close(found, reference, atol=1e-6, rtol=0)
 
 
