@@ -252,15 +252,18 @@ class Bond:
             lost = self._error(RankLost, (member,), error.why or str(error))
             self._break(lost)
             await self._doubt(member)
+            self._say_what_stands(lost, (member,))
             return
         if isinstance(news, wire.Broken):
             kind = type(news.error) if isinstance(news.error, CollectiveError) else RankFailed
             members = self._known(news)
-            self._break(self._error(kind, members, news.error.why or str(news.error)))
+            broken = self._error(kind, members, news.error.why or str(news.error))
+            self._break(broken)
             if isinstance(news.error, RankLost):
                 async with anyio.create_task_group() as tasks:
                     for each in members:
                         tasks.start_soon(self._doubt, each)
+                self._say_what_stands(broken, members)
 
     def _known(self, news: wire.Broken) -> tuple[int, ...]:
         return tuple(each for each in news.members if each < len(self._parts))
@@ -295,6 +298,21 @@ class Bond:
             for listener in tuple(self.listeners):
                 listener()
 
+    def _say_what_stands(self, error: CollectiveError, members: Sequence[int]) -> None:
+        """Have an error say what to do, now that it is known whose sessions are lost.
+
+        A session outlives the connection that a group does not.
+        """
+        lost = [each for each in members if self._parts[each].session.error is not None]
+        if lost:
+            names = ", ".join(map(self.label, lost))
+            error.fix = f"Close the context, and make one without {names}."
+        else:
+            error.fix = (
+                "The devices can be reached, with all that they hold: close the context, and make "
+                "a new one of the same devices."
+            )
+
     def _error(
         self, kind: type[CollectiveError], members: Sequence[int], why: str
     ) -> CollectiveError:
@@ -305,7 +323,8 @@ class Bond:
             ranks=ranks,
             peer=names or None,
             why=why,
-            fix="Close the context, and make one without what is lost.",
+            fix="Close the context, and make a new one: of the same devices if they can be used, "
+            "else without those that are lost (context.find_lost).",
         )
 
 

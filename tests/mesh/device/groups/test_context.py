@@ -23,6 +23,7 @@ from mesh.device.groups.forming import Bond
 from mesh.device.groups.issuing import SessionPart
 from mesh.device.groups.service import MAX_JOINED_PER_PEER
 from mesh.errors import AccessDenied, MeshError
+from tests.mesh.device.outage import Line
 from tests.mesh.device.peer import Peer, client, peer
 from tests.mesh.device.test_moving import moved_bytes
 
@@ -346,6 +347,36 @@ def test_a_peer_that_dies_is_named_within_the_liveness_bound(
             assert time.monotonic() - began < 4
         with mesh.DistributedContext([four[0], four[1]]) as context:
             assert context.all_reduce(on(four[:2], 1)).wait()[1].item() == 0.5
+
+
+def test_where_sessions_outlive_a_group_it_says_to_make_another(
+    peers: tuple[Peer, Peer],
+) -> None:
+    with Line(peers[0].ticket) as line, client(1.0) as node:
+        one = mesh.device(line.ticket, node=node)
+        other = mesh.device(peers[1].ticket, node=node)
+        kept = torch.full((2,), 3.0, device=one)
+        with mesh.DistributedContext([one, other], op="sum") as context:
+            tensors = [kept, torch.ones(2, device=other)]
+            assert context.all_reduce(tensors).wait()[1].tolist() == [4, 4]
+            line.is_cut = True
+            reason = context.reason(LookupError("the group is whole"))
+            while isinstance(reason, LookupError):
+                reason = context.reason(reason)
+            line.is_cut = False
+            assert isinstance(reason, RankLost)
+            assert reason.ranks == (0,)
+            assert kept.tolist() == [3, 3]  # the session goes on
+            deadline = time.monotonic() + 10
+            while "make a new one of the same devices" not in str(reason.fix):
+                assert time.monotonic() < deadline, reason
+                time.sleep(0.02)
+            with pytest.raises(RankLost, match="of the same devices"):
+                context.all_reduce(tensors)
+            assert context.find_lost() == ()
+        with mesh.DistributedContext([one, other], op="sum") as again:
+            assert again.all_reduce(tensors).wait()[0].tolist() == [4, 4]
+        gc.collect()
 
 
 def _reduce_without_end(context: mesh.DistributedContext, three: list[torch.device]) -> None:
