@@ -15,6 +15,7 @@ import torch
 
 from mesh.device import wire
 from mesh.device.client.forms import Form
+from mesh.device.client.layouts import strides_of
 from mesh.device.client.tensors import (
     Device,
     form_of,
@@ -324,7 +325,8 @@ class _Inference:
                 return place
             if here in self._empty:
                 result = result.new_empty(0)
-            geometry = wire.Geometry(result.dtype, tuple(result.shape), result.stride())
+            strides = strides_of(self._operator._schema.name, here, self._meta_args, result)
+            geometry = wire.Geometry(result.dtype, tuple(result.shape), tuple(strides))
             outputs.append(wire.Output(geometry, geometry.span, here))
             return _New(len(outputs) - 1)
 
