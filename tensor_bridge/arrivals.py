@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
 import anyio
+import torch
 
 from auth import MeshError, NodeId, Quotas
 from tensor_bridge.codec import TensorMeta
@@ -72,8 +73,8 @@ class Arrival:
         assert self._stored is not None
         return self._stored
 
-    def keep_outside(self, content: Outside) -> Stored:
-        """Do the same with a tensor that need not land, for it lies elsewhere already."""
+    def keep_outside(self, content: Outside | torch.Tensor) -> Stored:
+        """Do the same with a tensor that need not land, for it lies somewhere already."""
         stored = self._reservation.keep_outside(content, self.meta, name=self._name)
         self._stored, self.landing = Stored.of(stored), None
         return self._stored
@@ -175,7 +176,7 @@ class Arrivals:
         owner: NodeId,
         upload: str,
         meta: TensorMeta,
-        content: Outside,
+        content: Outside | torch.Tensor,
         *,
         name: str | None = None,
         quotas: Quotas | None = None,

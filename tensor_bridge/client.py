@@ -14,7 +14,7 @@ import torch
 from auth import MeshError, NodeId, PeerIdentity
 from tensor_bridge.codec import TensorMeta, describe
 from tensor_bridge.errors import NoSuchTensor, TensorChanged, UnsupportedTensor
-from tensor_bridge.keeping import have_kept, take_back
+from tensor_bridge.keeping import give, have_kept, take_back
 from tensor_bridge.lanes import NO_LANES, Lanes, choose_lane, sealed_copy
 from tensor_bridge.memory import Payload, allocate
 from tensor_bridge.moves import (
@@ -161,8 +161,8 @@ class TensorClient:
         async def attempt() -> Stored:
             nonlocal source, is_sealed, is_first
             connection = await self._connected()
-            if is_first and not shareable:
-                is_first = False
+            was_first, is_first = is_first, False
+            if was_first and not shareable:
                 kept = await have_kept(
                     connection,
                     self._lanes,
@@ -178,6 +178,19 @@ class TensorClient:
             offer = await self._lanes.offer(connection, meta.nbytes, sealed=shareable)
             if offer.brings_memory and not is_sealed:
                 source, is_sealed = await sealed_copy(tensor, meta), True
+            if was_first and is_sealed:
+                kept = await give(
+                    connection,
+                    self._lanes,
+                    source,
+                    meta,
+                    upload=upload,
+                    name=name,
+                    check=check,
+                )
+                if kept is not None:
+                    meter.sent(meta.nbytes)
+                    return kept
             order = PutOpen(upload, meta, name, offer.names).encode()
             async with await connection.open_stream(PutService.name, order) as stream:
                 accepted = PutAccepted.decode(await stream.reply(), meta.nbytes)

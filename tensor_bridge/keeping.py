@@ -1,9 +1,9 @@
-"""The asking side of tensors that the peer keeps in blocks (see `lanes.shared.blocks`)."""
+"""The asking side of tensors that the peer keeps in memory made here (see `lanes.shared`)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import torch
@@ -14,12 +14,12 @@ from tensor_bridge.errors import TensorChanged
 from tensor_bridge.lanes import Lanes
 from tensor_bridge.memory import Payload
 from tensor_bridge.moves import Landing
-from tensor_bridge.serve_keep import FIND_CALL, KEEP_CALL, UNDO_CALL
+from tensor_bridge.serve_keep import FIND_CALL, GIVE_CALL, KEEP_CALL, UNDO_CALL
 from tensor_bridge.wire import ObjectCall, Stored
-from tensor_bridge.wire_blocks import Found, KeepCall, UndoCall
-from transport import Connection, DeadlineExceeded, ServiceUnknown
+from tensor_bridge.wire_blocks import Found, GiveCall, KeepCall, UndoCall
+from transport import CborValue, Connection, DeadlineExceeded, ServiceUnknown
 
-__all__ = ["have_kept", "take_back"]
+__all__ = ["give", "have_kept", "take_back"]
 
 UNDO_SECONDS = 1.0
 """For a put that was given up to be undone at the peer, where nothing waits."""
@@ -53,26 +53,36 @@ async def have_kept(
     Raises:
         MeshError: as of a put.
     """
-    is_asked = False
 
     async def ask(block: int, lend: int) -> Stored | None:
-        nonlocal is_asked
         check()
-        is_asked = True
         call = KeepCall(upload, meta, block, lend, name)
-        with contextlib.suppress(*_NOT_OFFERED):
-            answer = await connection.call(KEEP_CALL, call.encode())
-            return None if answer is None else Stored.decode(answer)
-        return None
+        async with _undone(connection, upload):
+            return await _stored(connection, KEEP_CALL, call.encode())
 
-    try:
-        return await lanes.lend(connection, Payload(tensor, meta), moved, ask)
-    except BaseException as error:
-        # A broken link leaves the answer for the next try; a refusal leaves nothing.
-        is_refused = isinstance(error, MeshError) and not isinstance(error, DeadlineExceeded)
-        if is_asked and not is_refused:
-            await _undo(connection, upload)
-        raise
+    return await lanes.lend(connection, Payload(tensor, meta), moved, ask)
+
+
+async def give(
+    connection: Connection,
+    lanes: Lanes,
+    tensor: torch.Tensor,
+    meta: TensorMeta,
+    *,
+    upload: str,
+    name: str | None,
+    check: Callable[[], None],
+) -> Stored | None:
+    """Hand the sealed memory of a tensor over to the peer; None if it can't be done so.
+
+    Arguments, and what is raised, as `have_kept`.
+    """
+    check()
+    gift = lanes.give(connection, Payload(tensor, meta))
+    if gift is None:
+        return None
+    async with _undone(connection, upload):
+        return await _stored(connection, GIVE_CALL, GiveCall(upload, meta, gift, name).encode())
 
 
 async def take_back(connection: Connection, lanes: Lanes, object_id: str, landing: Landing) -> bool:
@@ -100,6 +110,26 @@ async def take_back(connection: Connection, lanes: Lanes, object_id: str, landin
         return found.lend
 
     return await lanes.take_back(connection, landing, ask)
+
+
+async def _stored(connection: Connection, call: str, value: CborValue) -> Stored | None:
+    with contextlib.suppress(*_NOT_OFFERED):
+        answer = await connection.call(call, value)
+        return None if answer is None else Stored.decode(answer)
+    return None
+
+
+@contextlib.asynccontextmanager
+async def _undone(connection: Connection, upload: str) -> AsyncIterator[None]:
+    """Undo a put at the peer if the block, in which it is asked for, is given up."""
+    try:
+        yield
+    except BaseException as error:
+        # A broken link leaves the answer for the next try; a refusal leaves nothing.
+        is_refused = isinstance(error, MeshError) and not isinstance(error, DeadlineExceeded)
+        if not is_refused:
+            await _undo(connection, upload)
+        raise
 
 
 async def _undo(connection: Connection, upload: str) -> None:

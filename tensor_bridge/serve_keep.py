@@ -1,4 +1,4 @@
-"""Calls about tensors that lie in blocks of their owners' (see `lanes.shared.blocks`)."""
+"""Calls about tensors that lie in memory of their owners' making (see `lanes.shared`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from functools import partial
 from tensor_bridge.arrivals import Arrivals
 from tensor_bridge.errors import QuotaExceeded
 from tensor_bridge.lanes import Lanes
+from tensor_bridge.memory import allocate
 from tensor_bridge.serve_put import PutService
 from tensor_bridge.serve_read import ReadService
 from tensor_bridge.store import TensorStore
 from tensor_bridge.wire import ObjectCall
-from tensor_bridge.wire_blocks import Found, KeepCall, UndoCall
+from tensor_bridge.wire_blocks import Found, GiveCall, KeepCall, UndoCall
 from transport import CborValue, Endpoint, Incoming
 
-__all__ = ["FIND_CALL", "KEEP_CALL", "UNDO_CALL", "offer_blocks"]
+__all__ = ["FIND_CALL", "GIVE_CALL", "KEEP_CALL", "UNDO_CALL", "offer_blocks"]
 
 KEEP_CALL = "tensor.keep"
+GIVE_CALL = "tensor.give"
 UNDO_CALL = "tensor.undo"
 FIND_CALL = "tensor.find"
 
@@ -27,6 +29,7 @@ def offer_blocks(endpoint: Endpoint, store: TensorStore, arrivals: Arrivals, lan
     """Offer peers of this host to have their tensors stay in memory that they have made."""
     for name, answer, scope in (
         (KEEP_CALL, partial(_keep, arrivals, lanes), PutService.scope),
+        (GIVE_CALL, partial(_give, arrivals, lanes), PutService.scope),
         (UNDO_CALL, partial(_undo, arrivals), PutService.scope),
         (FIND_CALL, partial(_find, store, lanes), ReadService.scope),
     ):
@@ -56,6 +59,27 @@ def _keep(arrivals: Arrivals, lanes: Lanes, incoming: Incoming) -> CborValue:
             name=call.name,
             quotas=incoming.grant.quotas,
         )
+    return None if kept is None else kept.encode()
+
+
+def _give(arrivals: Arrivals, lanes: Lanes, incoming: Incoming) -> CborValue:
+    """Make an object of memory that was handed over; nothing is answered if that did not come.
+
+    Raises:
+        QuotaExceeded: there is no room for it.
+    """
+    call = GiveCall.decode(incoming.value)
+    storage = lanes.given(incoming.connection, call.gift, call.meta.nbytes)
+    if storage is None:
+        return None
+    kept = arrivals.keep_outside(
+        incoming.peer.node_id,
+        call.upload,
+        call.meta,
+        allocate(call.meta, storage),
+        name=call.name,
+        quotas=incoming.grant.quotas,
+    )
     return None if kept is None else kept.encode()
 
 

@@ -149,9 +149,9 @@ class Reservation:
         return self._keep(tensor, describe(tensor), name)
 
     def keep_outside(
-        self, content: Outside, meta: TensorMeta, *, name: str | None = None
+        self, content: Outside | torch.Tensor, meta: TensorMeta, *, name: str | None = None
     ) -> StoredTensor:
-        """Put a tensor into the store that lies elsewhere, at this reservation's expense."""
+        """Put a tensor into the store that others allocated, at this reservation's expense."""
         return self._keep(content, meta, name)
 
     def _keep(

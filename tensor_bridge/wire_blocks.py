@@ -1,6 +1,7 @@
-"""The messages about tensors that lie in blocks, memory of their owners' (see `lanes.shared`).
+"""The messages about tensors that lie in memory which their owners have made (see `lanes.shared`).
 
 keep    KeepCall ->, <- Stored, or nothing: then the tensor is to be put in another way
+give    GiveCall ->, <- Stored, or nothing: the same, of memory that was handed over for good
 undo    UndoCall ->
 find    ObjectCall ->, <- Found, or nothing: it does not lie in a block of the caller's
 """
@@ -15,9 +16,12 @@ from tensor_bridge.fields import Fields
 from tensor_bridge.wire import MAX_VERSION, name_of, take_id
 from transport import CborValue
 
-__all__ = ["MAX_BLOCK", "Found", "KeepCall", "UndoCall"]
+__all__ = ["FIRST_GIFT", "MAX_BLOCK", "Found", "GiveCall", "KeepCall", "UndoCall"]
 
 MAX_BLOCK = (1 << 16) - 1
+
+FIRST_GIFT = 1 << 63
+"""Smallest number of memory that is handed over before anybody asks for it: beyond moves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +56,43 @@ class KeepCall:
             name_of(fields),
         )
         fields.finish()
+        return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GiveCall:
+    """A tensor that is all of some sealed memory, handed over as `gift`, for the peer to keep.
+
+    `upload` names this put, as that of ``PutOpen``.
+    """
+
+    upload: str
+    meta: TensorMeta
+    gift: int
+    name: str | None = None
+
+    def encode(self) -> dict[str, CborValue]:
+        """Return the message as it travels."""
+        value: dict[str, CborValue] = {
+            "upload": self.upload,
+            "meta": encode_meta(self.meta),
+            "gift": self.gift,
+        }
+        return value if self.name is None else value | {"name": self.name}
+
+    @classmethod
+    def decode(cls, value: CborValue) -> Self:
+        """Return the message in `value`."""
+        fields = Fields(value, "gift")
+        message = cls(
+            take_id(fields, "upload"),
+            decode_meta(fields.value("meta")),
+            fields.integer("gift", high=MAX_VERSION),
+            name_of(fields),
+        )
+        fields.finish()
+        if message.gift < FIRST_GIFT:
+            raise fields.wrong(f"'gift' must be at least {FIRST_GIFT}")
         return message
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesh.device.groups.context import Collective
-from mesh.train.optimizers import load_optimizer
+from mesh.train.optimizers import set_state
 from mesh.train.replicated import Replicated
 from mesh.train.strategy import MakeOptimizer, Strategy, share_options
 
@@ -75,6 +75,6 @@ class _Ddp(Replicated):
     def _optimizer_state(self) -> Any:
         return self.optimizer.state_dict()
 
-    def _load_optimizers(self, state: Any) -> None:
+    def _set_states(self, state: Any) -> None:
         for optimizer in self._optimizers:
-            load_optimizer(optimizer, state)
+            set_state(optimizer, state)

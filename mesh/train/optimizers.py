@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mesh.train.buckets import Bucket
 from mesh.train.errors import CheckpointError
 
-__all__ = ["load_optimizer", "of_buckets", "of_parameters"]
+__all__ = ["set_state", "of_buckets", "of_parameters"]
 
 State: TypeAlias = dict[str, Any]
 """``state``: by the number of a parameter, values by name; and ``param_groups``."""
@@ -26,7 +26,7 @@ _STEP = "step"
 """What torch's optimizers call the one value that has no element for each of a parameter's."""
 
 
-def load_optimizer(optimizer: Optimizer, state: State) -> None:
+def set_state(optimizer: Optimizer, state: State) -> None:
     """Have an optimizer go on from a state, of which it takes nothing over.
 
     Raises:

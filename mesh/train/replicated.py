@@ -258,7 +258,7 @@ class Replicated(abc.ABC):
         for model in self._models:
             model.load_state_dict(state["model"])
         self._is_settled = True
-        self._load_optimizers(state["optimizer"])
+        self._set_states(state["optimizer"])
         self._repeating.close()
         self._repeating.rewind()
 
@@ -297,7 +297,7 @@ class Replicated(abc.ABC):
         """Return the state of all optimizers."""
 
     @abc.abstractmethod
-    def _load_optimizers(self, state: Any) -> None:
+    def _set_states(self, state: Any) -> None:
         """Take what `_optimizer_state` has returned."""
 
     def _holders(self) -> Iterator[nn.Parameter]:

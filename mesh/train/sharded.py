@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesh.device.groups.context import Collective
-from mesh.train.optimizers import load_optimizer, of_buckets, of_parameters
+from mesh.train.optimizers import of_buckets, of_parameters, set_state
 from mesh.train.replicated import Replicated
 from mesh.train.strategy import MakeOptimizer, Strategy, prepared
 
@@ -115,7 +115,7 @@ class _Sharded(Replicated):
         whole = {"state": joined, "param_groups": states[0]["param_groups"]}
         return of_parameters(whole, self._buckets, len(self._parameters[0]))
 
-    def _load_optimizers(self, state: Any) -> None:
+    def _set_states(self, state: Any) -> None:
         count = len(self.devices)
         whole = of_buckets(state, self._buckets, len(self._parameters[0]))
         fresh = self._make_optimizers(prepared(self._make))
@@ -128,7 +128,7 @@ class _Sharded(Replicated):
                     else value
                     for name, value in whole["state"].get(number, {}).items()
                 }
-            load_optimizer(optimizer, whole | {"state": split})
+            set_state(optimizer, whole | {"state": split})
         self._optimizers = fresh
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mesh.collective import CollectiveError
 from mesh.train.batches import moved
-from mesh.train.optimizers import load_optimizer
+from mesh.train.optimizers import set_state
 
 __all__ = ["Loss", "MakeOptimizer", "Strategy", "single"]
 
@@ -215,7 +215,7 @@ class _Single:
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
+        set_state(self.optimizer, state["optimizer"])
 
 
 T = TypeVar("T")

@@ -27,6 +27,7 @@ from tensor_bridge.lanes.shared.blocks import Block, Loan
 from tensor_bridge.lanes.shared.sealed import sealed_memory
 from tensor_bridge.memory import Payload
 from tensor_bridge.wire import FIRST_MOVE
+from tensor_bridge.wire_blocks import FIRST_GIFT
 from transport import Connection, Endpoint, ProtocolError, Stream
 
 __all__ = ["NO_LANES", "LaneConfig", "LaneStatus", "Lanes", "Offer", "choose_lane"]
@@ -186,6 +187,28 @@ class Lanes:
             return False
         link.hand_over(descriptor, move)
         return True
+
+    def give(self, connection: Connection, payload: Payload) -> int | None:
+        """Hand the memory of a tensor over to the peer, if it can be; return what to call it then.
+
+        Raises:
+            ConnectionClosed: the link with the peer ends now.
+        """
+        gift = FIRST_GIFT + next(self._moves)
+        return gift if self.hand_over(connection, payload, gift) else None
+
+    def given(self, connection: Connection, gift: int, nbytes: int) -> torch.UntypedStorage | None:
+        """Return memory of `nbytes` that the peer has handed over; None if it did not come.
+
+        Raises:
+            ConnectionClosed: the peer breaks the protocol; the link with it ends.
+        """
+        link = self._link(connection)
+        if link is None:
+            return None
+        link.take_what_is_there()  # the memory came before the call, on another way
+        memory = link.take_gift(gift, nbytes)
+        return None if memory is None else memory.storage
 
     async def take_over(
         self, connection: Connection, nbytes: int, ask: Callable[[int], Awaitable[bool]]

@@ -56,7 +56,7 @@ from tensor_bridge.wire import (
     decode_fetch_answer,
     encode_fetch_failure,
 )
-from tensor_bridge.wire_blocks import Found, KeepCall, UndoCall
+from tensor_bridge.wire_blocks import FIRST_GIFT, Found, GiveCall, KeepCall, UndoCall
 from tests.parsers.of_auth import node_ids
 from tests.parsers.of_transport import encoded, errors, same_error
 from tests.parsers.parser import Parser, texts
@@ -117,6 +117,7 @@ _MESSAGES: dict[Any, st.SearchStrategy[Any]] = {
     ObjectCall: st.builds(ObjectCall, _ids),
     MapCall: st.builds(MapCall, _ids, st.integers(FIRST_MOVE, (1 << 64) - 1)),
     KeepCall: st.builds(KeepCall, _ids, metas(), _slots, _versions, _names),
+    GiveCall: st.builds(GiveCall, _ids, metas(), st.integers(FIRST_GIFT, (1 << 64) - 1), _names),
     UndoCall: st.builds(UndoCall, _ids),
     Found: st.builds(Found, metas(), _versions),
     ListCall: st.builds(ListCall, st.none() | _ids),

@@ -22,6 +22,7 @@ import anyio.lowlevel
 from auth import PeerIdentity
 from tensor_bridge.lanes.shared.blocks import OwnBlocks, TheirBlocks
 from tensor_bridge.lanes.shared.calls import RINGS, Calls, Serve, make_rings, take_rings
+from tensor_bridge.lanes.shared.gifts import Gifts
 from tensor_bridge.lanes.shared.pool import Pool, make_pool, map_pool
 from tensor_bridge.lanes.shared.protocol import (
     MAX_BLOCKS,
@@ -38,6 +39,7 @@ from tensor_bridge.lanes.shared.protocol import (
     SealedMessage,
     decode_message,
 )
+from tensor_bridge.lanes.shared.sealed import SealedMemory
 from tensor_bridge.lanes.shared.sockets import is_hung_up, send_packet, take_packet
 from tensor_bridge.lanes.shared.underway import BYTES_A_TURN, Landing, Sending
 from transport import ConnectionClosed, ProtocolError
@@ -99,6 +101,7 @@ class Link:
         self._theirs: Pool | None = None
         self._incoming: IncomingSlots | None = None
         self._landings: dict[int, Landing] = {}
+        self._gifts = Gifts()
         self._unsent: deque[bytes] = deque()
         self._stuck = anyio.Event()
         self._watchers: set[Callable[[], object]] = set()
@@ -310,6 +313,15 @@ class Link:
             while (message := landing.arrivals.next()) is not None:
                 self._give(message.slot)
 
+    def take_gift(self, gift: int, nbytes: int) -> SealedMemory | None:
+        """Return memory of `nbytes` that the other end has handed over; None if it did not come.
+
+        Raises:
+            ConnectionClosed: it is not as it must be, and the link ends.
+        """
+        with self.checking():
+            return self._gifts.take(gift, nbytes)
+
     def copy_out(self, message: FilledMessage, target: memoryview) -> None:
         """Fill `target`, which is as long, with what has come, and give the slot back.
 
@@ -383,8 +395,10 @@ class Link:
                 self._outgoing.given(slot)
             case SealedMessage(move=move):
                 assert descriptor is not None
-                if move in self._landings:  # else it was given up here
+                if move in self._landings:
                     self._landings[move].hand(descriptor)
+                else:  # unless it is a gift, it was given up here
+                    self._gifts.add(move, descriptor)
             case RingsMessage(part=part):
                 assert descriptor is not None
                 self._take_ring(part, descriptor)
@@ -506,6 +520,7 @@ class Link:
                 pool.close()
         for landing in self._landings.values():
             landing.close()
+        self._gifts.close()
         self.blocks.close()
         self.their_blocks.close()
         self._unsent.clear()

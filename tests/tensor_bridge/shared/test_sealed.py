@@ -15,18 +15,20 @@ import torch
 from tensor_bridge import TensorClient
 from tensor_bridge.huge_pages import HUGE_PAGE
 from tensor_bridge.lanes.shared import sealed
+from tensor_bridge.lanes.shared.gifts import MAX_GIFTS, Gifts
 from tensor_bridge.lanes.shared.host import unavailable
 from tensor_bridge.lanes.shared.link import Link
 from tensor_bridge.lanes.shared.pool import anonymous_memory
 from tensor_bridge.lanes.shared.protocol import SealedMessage
 from tensor_bridge.lanes.shared.sealed import Writer, map_sealed, sealed_memory
 from tensor_bridge.memory import tensor_bytes
+from tensor_bridge.wire_blocks import FIRST_GIFT
 from tests.cancelling import process_holdings
 from tests.tensor_bridge.nodes import LANES, Node, eventually, node, together
 from tests.tensor_bridge.shared.test_broken import link
-from tests.tensor_bridge.shared.test_hostile import MOVE, attacked
+from tests.tensor_bridge.shared.test_hostile import MOVE, attacked, descriptors_open
 from tests.tensor_bridge.tensors import filled, same
-from transport import ProtocolError
+from transport import Connection, ProtocolError
 
 pytestmark = [
     pytest.mark.anyio,
@@ -348,10 +350,9 @@ async def test_with_a_token_too_and_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(seen) == 2
 
 
-async def test_quotas_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quotas_hold() -> None:
     from tensor_bridge import QuotaExceeded, StoreLimits
 
-    seen = counted(monkeypatch)
     shared = LANES["shared-memory"]
     limits = StoreLimits(max_bytes_per_owner=SIZE)
     async with together(node(lanes=shared, store=limits), node(lanes=shared)) as (a, client):
@@ -360,7 +361,63 @@ async def test_quotas_hold(monkeypatch: pytest.MonkeyPatch) -> None:
         assert a.store.used()[0] == SIZE
         with pytest.raises(QuotaExceeded):
             await at_a.put(filled((1,), torch.uint8), shareable=True)
-        assert len(seen) == 1
+        assert a.store.used()[0] == SIZE
+        assert len(link(a, client)._gifts) == 0
+
+
+async def test_no_stream_is_opened_for_what_is_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as (a, client, at_a):
+        await client.lanes.meet(await client.connection(a))
+
+        async def refuse(self: Connection, service: str, *_: object, **__: object) -> None:
+            raise AssertionError(f"a stream for {service}")
+
+        monkeypatch.setattr(Connection, "open_stream", refuse)
+        tensor = filled((SIZE,), torch.uint8)
+        ref = await at_a.put(tensor, name="w", shareable=True)
+        stored = a.store.get(ref.object_id)
+        assert same(stored.tensor, tensor)
+        assert (stored.name, a.store.used(client.endpoint.node_id)) == ("w", (SIZE, 1))
+
+
+async def test_what_was_handed_over_and_is_late_goes_by_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as (a, client, at_a):
+        await client.lanes.meet(await client.connection(a))
+        taking = Link.take_gift
+        monkeypatch.setattr(Link, "take_gift", lambda *_: None)
+        tensor = filled((SIZE,), torch.uint8)
+        ref = await at_a.put(tensor, shareable=True)
+        assert same(a.store.get(ref.object_id).tensor, tensor)
+        assert len(link(a, client)._gifts) == 1
+        monkeypatch.setattr(Link, "take_gift", taking)
+        await at_a.put(tensor, shareable=True)
+        assert len(link(a, client)._gifts) == 1
+
+
+async def test_gifts_are_few_and_are_what_they_have_to_be() -> None:
+    gifts, before = Gifts(), descriptors_open()
+    descriptor = memory()
+    gifts.add(FIRST_GIFT - 1, descriptor)
+    assert len(gifts) == 0
+    for number in range(2 * MAX_GIFTS):
+        gifts.add(FIRST_GIFT + number, descriptor)
+    assert len(gifts) == MAX_GIFTS == descriptors_open() - before - 1
+    assert gifts.take(FIRST_GIFT, SIZE) is None
+    last = FIRST_GIFT + 2 * MAX_GIFTS - 1
+    with pytest.raises(ProtocolError, match="bytes of memory for"):
+        gifts.take(last, SIZE + 1)
+    assert gifts.take(last, SIZE) is None  # nobody asks twice
+    taken = gifts.take(last - 1, SIZE)
+    assert taken is not None
+    assert taken.nbytes == SIZE
+    gifts.close()
+    os.close(descriptor)
+    del taken
+    assert descriptors_open() == before
 
 
 async def test_without_shared_memory_it_is_a_move_as_any_other() -> None:
