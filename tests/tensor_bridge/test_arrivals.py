@@ -210,6 +210,7 @@ class Lying:
     """A tensor that lies elsewhere."""
 
     nbytes = 100
+    writes = 1
     raw = torch.zeros(100, dtype=torch.uint8)
 
     def copied(self) -> torch.Tensor:
