@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio.to_thread
 import pytest
+import torch  # noqa: F401  takes seconds, which no event loop is to be blocked for
 
 import mesh
 
