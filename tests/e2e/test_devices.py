@@ -19,14 +19,14 @@ def test_a_cnn_learns_on_a_device_of_a_machine(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     machine = Machine(tmp_path / "home")
     with machine.up("--device", "cpu") as daemon:
-        command = ["-m", "examples.remote_device", daemon.ticket, "--epochs", "2"]
+        command = ["-m", "examples.remote_device", daemon.ticket, "--epochs", "1"]
         env = os.environ | {"MESH_HOME": str(machine.home)}
         done = programs.run(command, env=env, timeout=90)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         assert "mesh:0 is cpu of" in done.stdout
-        (last,) = re.findall(r"epoch 1: loss \S+, (\S+) % right", done.stdout)
-        assert float(last) > 80
+        (last,) = re.findall(r"epoch 0: loss \S+, (\S+) % right", done.stdout)
+        assert float(last) > 50
         stranger = os.environ | {"MESH_HOME": str(tmp_path / "nobody")}
         refused = programs.run(command, env=stranger, timeout=60)
         assert refused.returncode == 1

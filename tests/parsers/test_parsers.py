@@ -58,7 +58,7 @@ def read_or_refuse(parser: Parser, raw: Any) -> None:
 
 @pytest.mark.fuzz
 @each_parser
-@one_in(4)
+@one_in(10)
 @given(data=st.data())
 def test_what_is_written_is_read(parser: Parser, data: st.DataObject) -> None:
     value = data.draw(parser.values)
@@ -70,7 +70,7 @@ def test_what_is_written_is_read(parser: Parser, data: st.DataObject) -> None:
 
 @pytest.mark.fuzz
 @each_parser
-@one_in(4)
+@one_in(10)
 @given(data=st.data())
 def test_anything_else_is_refused_or_is_what_it_says(parser: Parser, data: st.DataObject) -> None:
     raw = data.draw(mutated(parser) | arbitrary(parser))

@@ -24,7 +24,7 @@ MOST_BYTES = 600_000
 """More than two pieces of a move, and hundreds of packets."""
 
 slow_examples = settings(
-    max_examples=20,
+    max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     # What a cut does depends on the turn of the loop that it falls in: there is nothing to shrink.

@@ -19,7 +19,7 @@ LEFT_OUT = Path(__file__).with_name("operators_left_out.txt")
 SHARE = 0.95
 """The part of all samples that must be right."""
 
-ONE_IN = 8
+ONE_IN = 16
 """Of the operators, each time."""
 
 
@@ -41,7 +41,7 @@ def test_some_operators(d: torch.device) -> None:
             found = outcome(name, torch.float32, d, most=1)
             assert found.right == found.counted, f"{name}: {found.why}"
             passed += found.right
-    assert passed > 50
+    assert passed > 25
 
 
 @pytest.fixture(scope="module")

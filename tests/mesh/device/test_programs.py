@@ -238,7 +238,7 @@ _steps = st.lists(st.tuples(*(st.integers(0, 999) for _ in range(5))), min_size=
 @pytest.mark.timeout(240)  # ten seconds, where nothing else runs
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(
-    max_examples=500,
+    max_examples=250,
     deadline=None,
     derandomize=True,
     database=None,
@@ -253,7 +253,7 @@ def test_any_program(loopback: tuple[Loopback, list[torch.device]], steps: list[
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     database=None,
