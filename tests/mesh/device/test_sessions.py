@@ -266,6 +266,7 @@ async def test_async_code_reads_without_blocking(
 ) -> None:
     monkeypatch.setattr(carrier, "MAX_QUEUED", 4)
     monkeypatch.setattr(session_module, "MAX_UNSENT", 512)
+    monkeypatch.setattr(session_module, "BATCH_BYTES", 1 << 12)
     mine = Node.embedded(
         key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG, tensors=False
     )

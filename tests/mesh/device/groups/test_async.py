@@ -122,4 +122,6 @@ async def test_cancelled_anywhere_it_leaves_nothing(anyio_backend: str) -> None:
 
             yield operation
 
+        async with mesh.DistributedContext(it.chosen):
+            pass  # the first one has the peers load torch, each in a process of its own
         await at_each_await(scenario, it.held)
