@@ -275,6 +275,7 @@ SIGNATURES = {
     "_get_or_create_stream": "(self, frame_type, stream_id)",
     "_get_or_create_stream_for_send": "(self, stream_id)",
     "_handle_crypto_frame": "(self, context, frame_type, buf)",
+    "_handle_stop_sending_frame": "(self, context, frame_type, buf)",
     "_handle_stream_frame": "(self, context, frame_type, buf)",
     "_initialize": "(self, peer_cid)",
     "_on_max_stream_data_delivery": "(self, delivery, stream)",
@@ -283,6 +284,7 @@ SIGNATURES = {
     "_write_connection_limits": "(self, builder, space)",
     "_write_stream_limits": "(self, builder, space, stream)",
     "datagrams_to_send": "(self, now)",
+    "get_timer": "(self)",
     "send_stream_data": "(self, stream_id, data, end_stream=False)",
     "handle_timer": "(self, now)",
 }
@@ -342,6 +344,7 @@ def test_what_is_called_takes_what_it_took(name: str) -> None:
         ("_connect", "self._initialize(self._peer_cid.cid)"),
         ("__init__", "self._local_initial_source_connection_id = self._host_cids[0].cid"),
         ("_replenish_connection_ids", "self._host_cids.append("),
+        ("__init__", "self._handle_stop_sending_frame"),
         ("__init__", "self._handle_stream_frame"),
         ("__init__", "self._handle_crypto_frame"),
         ("_handle_stream_frame", "self._local_max_data.used += newly_received"),

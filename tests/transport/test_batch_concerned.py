@@ -33,9 +33,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         answers[f"control {found}"] += 1
         return found
 
-    def discard_finished_streams(self: CreditConnection) -> None:
+    def discard_finished_streams(self: CreditConnection, now: float) -> None:
         before = len(self._streams)
-        discard(self)
+        discard(self, now)
         answers["discarded"] += before - len(self._streams)
         assert not [at for at, stream in self._streams.items() if stream.is_finished]
 

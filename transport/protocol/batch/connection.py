@@ -291,7 +291,7 @@ class BatchConnection(CreditConnection):
         if not self._writer.can_write():
             self._writer.hand_over()
             return True
-        self._discard_finished_streams()
+        self._discard_finished_streams(now)
         self._pacing_at = None  # set again by what comes next, if it is held back
         path = self._network_paths[0]
         crypto = self._data_crypto_stream.sender

@@ -6,6 +6,7 @@ at every open stream for each packet: here those are looked at that something ha
 
 from __future__ import annotations
 
+from aioquic.buffer import Buffer  # type: ignore[attr-defined]
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import (
     CONNECTION_LIMIT_FRAME_CAPACITY,
@@ -14,13 +15,16 @@ from aioquic.quic.connection import (
     NetworkAddress,
     QuicConnection,
     QuicConnectionError,
+    QuicReceiveContext,
 )
 from aioquic.quic.packet import QuicErrorCode, QuicFrameType
 from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder
 from aioquic.quic.recovery import QuicPacketSpace
 from aioquic.quic.stream import QuicStream
 
+from transport.protocol.batch.aborts import AbortedStreams
 from transport.protocol.batch.receiving import ReceivePart
+from transport.protocol.batch.sending import SendPart
 
 __all__ = ["POSTED_WINDOW", "CreditConnection"]
 
@@ -57,6 +61,7 @@ class CreditConnection(QuicConnection):
         self._connection_consumed = 0
         self._stream_window = configuration.max_stream_data
         self._posted: set[ReceivePart] = set()
+        self._aborted = AbortedStreams()
         self._concerned: dict[int, None] = {}
         self._max_streams = max_streams
         _set_limit(self._local_max_streams_bidi, max_streams)
@@ -104,14 +109,40 @@ class CreditConnection(QuicConnection):
             or self._stream_credit(stream)
         )
 
-    def _discard_finished_streams(self) -> None:
+    def _discard_finished_streams(self, now: float) -> None:
         """Forget streams that are over, as upstream does only with a packet in its hands."""
         for stream_id in list(self._concerned):
             stream = self._streams.get(stream_id)
             if stream is not None and stream.is_finished:
                 del self._streams[stream_id], self._concerned[stream_id]
-                if not self.is_local_stream(stream_id):
+                if self.is_local_stream(stream_id):
+                    continue
+                if ReceivePart.of(stream).was_reset or SendPart.of(stream).was_stopped:
+                    self._aborted.add()
+                else:
                     self._local_max_streams_bidi.value += 1
+        self._local_max_streams_bidi.value += self._aborted.replaced(now)
+
+    def get_timer(self) -> float | None:
+        """As upstream, and when the next streams may be opened in the place of aborted ones."""
+        upstream, due = super().get_timer(), self._aborted.due
+        return due if upstream is None else upstream if due is None else min(upstream, due)
+
+    def handle_timer(self, now: float) -> None:
+        """As upstream; what is given to the peer by time alone is sent with the next packet."""
+        super().handle_timer(now)
+        self._local_max_streams_bidi.value += self._aborted.replaced(now)
+
+    def _handle_stop_sending_frame(
+        self, context: QuicReceiveContext, frame_type: int, buf: Buffer
+    ) -> None:
+        start = buf.tell()
+        stream_id = buf.pull_uint_var()
+        buf.seek(start)
+        super()._handle_stop_sending_frame(context, frame_type, buf)
+        stream = self._streams.get(stream_id)
+        if stream is not None and not stream.sender.is_finished:
+            SendPart.of(stream).was_stopped = True
 
     def _on_max_stream_data_delivery(self, delivery: QuicDeliveryState, stream: QuicStream) -> None:
         super()._on_max_stream_data_delivery(delivery, stream)

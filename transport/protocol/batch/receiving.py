@@ -34,6 +34,7 @@ class ReceivePart(QuicStreamReceiver):
 
     Attributes:
         is_whole: every byte up to the end has come, and no reset before.
+        was_reset: the peer has given up sending.
         buffered: bytes that came in order and were not taken, posted memory aside.
         target_start, target_stop: the offsets between which memory is posted; equal: none is.
         landed: bytes that came in order into posted memory and were not yet credited to the peer.
@@ -49,6 +50,7 @@ class ReceivePart(QuicStreamReceiver):
         self.target_start = self.target_stop = 0
         self.target: memoryview | None = None
         self.is_whole = False
+        self.was_reset = False
         self.concerned: dict[int, None] = {}
         self._is_torn = False
         self._early = Ranges()
@@ -215,6 +217,7 @@ class ReceivePart(QuicStreamReceiver):
         """As upstream; posted memory is let go."""
         event = super().handle_reset(final_size=final_size, error_code=error_code)
         if event is not None:
+            self.was_reset = True
             self.withdraw()
             self.note()
         return event

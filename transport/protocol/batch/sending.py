@@ -46,6 +46,8 @@ class SendPart(QuicStreamSender):
         """Whether memory that was lent was gone before it was sent."""
         self.concerned: dict[int, None] = {}
         """Where streams are noted of which there is something to say; its connection's."""
+        self.was_stopped = False
+        """Whether the peer has asked for an end before there was one (STOP_SENDING)."""
         self.is_dropped = False
         """Whether nothing more will be sent, for want of the memory."""
         self._loan: tuple[Callable[[], bool], int] | None = None
