@@ -78,6 +78,23 @@ def test_streams_that_are_answered_wait_for_nothing() -> None:
     assert listener.core.quic._aborted._bucket == ABORT_BURST
 
 
+def test_who_leaves_a_stream_with_the_answer_in_hand_has_not_given_it_up() -> None:
+    world = World(link=FAST)
+    dialer, listener = connect(world)
+    for _ in range(20):
+        stream = dialer.open(b"request", fin=False)
+        number = stream.stream_id
+        assert world.run(lambda number=number: number in listener.core.streams)  # type: ignore[misc]
+        listener.write(listener.core.streams[number], b"answer")
+        assert world.run(lambda number=number: number in dialer.inbox)  # type: ignore[misc]
+        dialer.release(stream)
+        world.run(seconds=0.01)
+        listener.release(listener.core.streams[number])
+    world.run(seconds=0.1)
+    assert listener.core.quic._streams == {}
+    assert listener.core.quic._aborted._bucket == ABORT_BURST
+
+
 def test_credit_comes_by_so_many_at_a_time_and_when_it_says() -> None:
     aborted, now = AbortedStreams(), 50.0
     assert aborted.due is None

@@ -117,7 +117,7 @@ class CreditConnection(QuicConnection):
                 del self._streams[stream_id], self._concerned[stream_id]
                 if self.is_local_stream(stream_id):
                     continue
-                if ReceivePart.of(stream).was_reset or SendPart.of(stream).was_stopped:
+                if _was_given_up(stream):
                     self._aborted.add()
                 else:
                     self._local_max_streams_bidi.value += 1
@@ -263,6 +263,12 @@ class CreditConnection(QuicConnection):
                     stream.max_stream_data_local, stream.stream_id
                 )
             )
+
+
+def _was_given_up(stream: QuicStream) -> bool:
+    """Whether the peer aborted a stream of its own before it was answered with a byte."""
+    sender = SendPart.of(stream)
+    return not sender.was_used and (ReceivePart.of(stream).was_reset or sender.was_stopped)
 
 
 def _flow_control_error(reason: str) -> QuicConnectionError:

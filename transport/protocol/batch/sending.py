@@ -65,6 +65,11 @@ class SendPart(QuicStreamSender):
         return part
 
     @property
+    def was_used(self) -> bool:
+        """Whether anything was ever written."""
+        return self._buffer_stop > 0
+
+    @property
     def has_fresh(self) -> bool:
         """Whether there is something that was never sent."""
         return self._reset_error_code is None and (
