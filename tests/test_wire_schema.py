@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio.lowlevel
 import pytest
 import torch
 from pycddl import Schema, ValidationError
@@ -51,6 +52,13 @@ def node():
     return Node.embedded(key=SecretKey.generate(), authorizer=allow_any(), config=CONFIG)
 
 
+async def keep_to_the_schema(frames):
+    """Validate each; hundreds of them take a second, in which the event loop is to go on."""
+    for data in frames:
+        SCHEMA.validate_cbor(data)
+        await anyio.lowlevel.checkpoint()
+
+
 async def test_moves_and_calls_keep_to_the_schema(frames):
     async with node() as client, node() as a, node() as b:
         on_a = await client.connect(a.ticket())
@@ -71,8 +79,7 @@ async def test_moves_and_calls_keep_to_the_schema(frames):
         await connection.call("node.status")
         await connection.call("bench.echo", bytes(64))
         await connection.call("bench.usage")
-    for data in frames:
-        SCHEMA.validate_cbor(data)
+    await keep_to_the_schema(frames)
     kinds = {key for data in frames for key in cbor.decode(data, max_size=1 << 20)}
     assert kinds >= {"s", "ok", "err", "sent", "received", "moved", "object"}
     if unavailable() is None:
@@ -100,8 +107,7 @@ async def test_what_is_said_of_devices_keeps_to_the_schema(frames):
         ):
             with pytest.raises((SessionLost, AccessDenied)):
                 await (await connection.open_stream(service, value)).reply()
-    for data in frames:
-        SCHEMA.validate_cbor(data)
+    await keep_to_the_schema(frames)
     said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
     assert said >= {"device.list", "device.arrived", "device.session"}
     assert said >= {"device.group", "device.pair"}
@@ -142,8 +148,7 @@ async def test_remote_calls_keep_to_the_schema(frames):
         with pytest.raises(TypeError):
             await anext(there.stream("tests.mesh.rpc.exposures.items"))
         await eventually(lambda: any(b"rpc.refs" in data for data in frames))
-    for data in frames:
-        SCHEMA.validate_cbor(data)
+    await keep_to_the_schema(frames)
     values = [cbor.decode(data, max_size=1 << 20) for data in frames]
     assert any(isinstance(value, list) for value in values)  # items of a stream are answers
     said = {value.get("s") for value in values if isinstance(value, dict)}
@@ -174,8 +179,7 @@ async def test_gradients_keep_to_the_schema(frames, monkeypatch):
         monkeypatch.setattr(reducers, "are_there", lambda: True)
         monkeypatch.setattr(reducers, "reduced", lambda: lenders)
         await in_thread(program, a, b)
-    for data in frames:
-        SCHEMA.validate_cbor(data)
+    await keep_to_the_schema(frames)
     said = {cbor.decode(data, max_size=1 << 20).get("s") for data in frames}
     services = {"mark", "claim", "start", "settle", "release"}
     assert said >= {"rpc.call", *(f"autograd.{each}" for each in services)}
@@ -189,8 +193,7 @@ async def test_proofs_of_a_shared_secret_keep_to_the_schema(frames):
         await one.connect(two.ticket())
         with pytest.raises(AccessDenied):
             await stranger.connect(two.ticket())
-    for data in frames:
-        SCHEMA.validate_cbor(data)
+    await keep_to_the_schema(frames)
     values = [cbor.decode(data, max_size=1 << 20) for data in frames]
     assert {key for value in values for key in value} >= {"challenge", "nonce", "ok", "err"}
     assert any("proof" in value.get("ok", {}) for value in values)
