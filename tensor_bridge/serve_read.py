@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import anyio
 
@@ -20,6 +20,10 @@ __all__ = ["READ", "ReadService"]
 
 READ = "read"
 """The one action that tokens of this package permit."""
+
+GUESSING_SECONDS = 1.0
+"""How long who has guessed too often waits for the end of its connection: it comes back at once,
+and each time costs this side a handshake."""
 
 
 class ReadService:
@@ -54,7 +58,7 @@ class ReadService:
             stored = self._store.owned(order.object_id, incoming.peer.node_id)
             await self._send(incoming, stored, order, None)
             return
-        with self._claimed(incoming, order.token) as claim:
+        async with self._claimed(incoming, order.token) as claim:
             await self._send(incoming, self._store.get(claim.facts.object_id), order, claim)
             claim.delivered()
 
@@ -84,8 +88,8 @@ class ReadService:
         if received.nbytes != meta.nbytes:
             raise ProtocolError("read of a tensor", why="the receiver acknowledged another size")
 
-    @contextlib.contextmanager
-    def _claimed(self, incoming: Incoming, token: bytes) -> Iterator[Claim]:
+    @contextlib.asynccontextmanager
+    async def _claimed(self, incoming: Incoming, token: bytes) -> AsyncIterator[Claim]:
         """Claim `token` for the block, which is cancelled when the token is revoked or expires."""
         peer = incoming.peer.node_id
         try:
@@ -94,6 +98,7 @@ class ReadService:
             )
         except TokenRefused:
             if self._tokens.too_many_failures(peer):
+                await anyio.sleep(GUESSING_SECONDS)
                 incoming.connection.abort(AppCode.DENIED, "too many bad tokens")
             raise
         with anyio.CancelScope() as scope:

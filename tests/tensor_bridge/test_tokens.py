@@ -11,6 +11,7 @@ import torch
 
 from auth import AccessDenied, TokenLimits, TokenRefused, TokenState
 from tensor_bridge import CHUNK_BYTES, NoSuchTensor, TensorChanged, tensor_bytes
+from tensor_bridge.serve_read import GUESSING_SECONDS
 from tensor_bridge.wire import ReadAccepted, Received, Sent
 from tests.tensor_bridge.nodes import Node, eventually, node, together
 from tests.tensor_bridge.tensors import filled
@@ -177,9 +178,11 @@ async def test_guessing_closes_the_connection(table: Table) -> None:
         await table.refused(bytes([guess]) * 32)
     await table.whole(await table.token())
     connection = await table.reader.connection(table.source)
+    began = anyio.current_time()
     stream = await table.reader.read(table.source, token=b"\x09" * 32)
     with pytest.raises(AccessDenied, match="too many bad tokens"):
         await stream.reply()
+    assert anyio.current_time() - began >= GUESSING_SECONDS, "it is not back again at once"
     with anyio.fail_after(5):
         await connection.wait_closed()
 
