@@ -8,6 +8,7 @@ else it is. An answer is a hint of where to dial, and the key is proved as alway
 from __future__ import annotations
 
 import logging
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import anyio
@@ -25,7 +26,7 @@ ASK_SECONDS = 1.0
 """How long all answers may take: they come from peers that are there, within a round trip."""
 
 MAX_ASKED = 8
-"""Peers asked at a time, machines first."""
+"""Peers asked at a time, machines first; and addresses noted, so that each of them has one."""
 
 _log = logging.getLogger("quicmesh.node")
 
@@ -52,14 +53,15 @@ async def ask_around(node: Node, sought: NodeId, deadline: float) -> bool:
 
 async def _ask(node: Node, sought: NodeId) -> bool:
     known = set(node.directory.addresses(sought))
-    heard: dict[SocketAddress, None] = {}
+    heard: list[list[SocketAddress]] = []
 
     async def ask(connection: Connection) -> None:
         try:
             reply = await connection.call(
                 "node.find", str(sought), timeout=ASK_SECONDS, patience=0.0
             )
-            heard.update(dict.fromkeys(parse_announcement(reply)[0][:MAX_FOUND]))
+            told = parse_announcement(reply)[0][:MAX_FOUND]
+            heard.append([address for address in told if address not in known])
         except MeshError as error:
             _log.debug("%s does not say where %s is: %s", connection.peer, sought.short, error)
 
@@ -70,7 +72,10 @@ async def _ask(node: Node, sought: NodeId) -> bool:
         async with anyio.create_task_group() as tasks:
             for connection in asked:
                 tasks.start_soon(ask, connection)
-    fresh = [address for address in heard if address not in known]
-    if fresh:
-        node.directory.heard(sought, fresh[:MAX_FOUND])
+    # In turns, so that who answers first with nonsense is no reason not to hear the others.
+    fresh = dict.fromkeys(
+        address for turn in zip_longest(*heard) for address in turn if address is not None
+    )
+    if fresh and node.endpoint.connection(sought) is None:
+        node.directory.heard(sought, list(fresh)[:MAX_ASKED])
     return bool(fresh)

@@ -126,6 +126,36 @@ async def test_nobody_is_believed() -> None:
         assert len(here.directory.addresses(sought)) == 2
 
 
+def answer(node: Node, addresses: list[str], after: float = 0.0) -> None:
+    """Have `node` say of everybody that it is there, after so many seconds."""
+
+    async def say(_: object) -> dict[str, list[str]]:
+        await anyio.sleep(after)
+        return {"addresses": addresses}
+
+    node.endpoint._services._services.pop("node.find")
+    node.endpoint.register_call("node.find", say, scope="node")  # type: ignore[arg-type]
+
+
+async def test_who_lies_first_shuts_nobody_else_out() -> None:
+    async with node() as here, node() as there, node() as liar, node() as third:
+        await here.connect(liar.ticket())
+        await here.connect(third.ticket())
+        answer(liar, [f"127.0.0.1:{port}" for port in range(1, 100)])
+        answer(third, [f"127.0.0.1:{there.endpoint.port}"], after=0.2)
+        here.directory.told(there.node_id, (NOWHERE,))
+        await here.connect(there.node_id)
+
+
+async def test_what_is_heard_of_whom_is_there_by_now_is_not_noted() -> None:
+    async with node() as here, node() as there, node() as liar:
+        await here.connect(liar.ticket())
+        await here.connect(there.ticket())
+        answer(liar, ["192.0.2.1:1"])
+        assert await finding._ask(here, there.node_id)
+        assert ("192.0.2.1", 1) not in here.directory.addresses(there.node_id)
+
+
 async def test_only_of_whom_is_there_and_only_to_whom_may_ask() -> None:
     async with node() as here, node() as there, node() as third, node(allow_any(("x",))) as strict:
         connection = await (await here.connect(third.ticket())).connection()
