@@ -32,6 +32,9 @@ QLOG_VARIABLE = "QLOGDIR"
 MAX_TRACE_BYTES = 256 << 20
 """Longest trace of one connection; it ends there, and says so."""
 
+MAX_TRACED_BYTES = 8 << 30
+"""All traces of one endpoint together: strangers have packets written down, too."""
+
 MAX_TRACES = 10_000
 """Connections of one endpoint that are traced: strangers begin some, too."""
 
@@ -146,10 +149,14 @@ class KeyLog:
         """Append one line, whole: other processes may append to the same file."""
         if self._descriptor < 0:
             return
+        data = line.encode()
         try:
-            os.write(self._descriptor, line.encode())
+            # Less is written where a disk is about to be full: what follows would be no line.
+            why = "no space left" if os.write(self._descriptor, data) < len(data) else None
         except OSError as error:
-            _log.error("the TLS key log %s ends here: %s", self.path, error.strerror)
+            why = error.strerror
+        if why is not None:
+            _log.error("the TLS key log %s ends here: %s", self.path, why)
             self.close()
 
     def flush(self) -> None:
@@ -168,6 +175,7 @@ class Traces(QuicLogger):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun = 0
+        self._room = Room(MAX_TRACED_BYTES)
         what = f"qlog directory {path}"
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,13 +189,35 @@ class Traces(QuicLogger):
         self._begun += 1
         if self._begun == MAX_TRACES + 1:
             _log.warning("%d connections were traced, and no more are: see qlog", MAX_TRACES)
-        trace = Trace(self.path, is_client=is_client, odcid=odcid)
-        trace.is_over = self._begun > MAX_TRACES
+        trace = Trace(self.path, self._room, is_client=is_client, odcid=odcid)
+        trace.is_over = self._begun > MAX_TRACES or self._room.is_full
         return trace
 
     def end_trace(self, trace: QuicLoggerTrace) -> None:
         """Write what is left of it."""
         cast(Trace, trace).flush()
+
+
+class Room:
+    """How many bytes the traces of one endpoint may take."""
+
+    def __init__(self, size: int) -> None:
+        self.size = self._left = size
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there was no room for something."""
+        return self._left < 0
+
+    def take(self, size: int) -> bool:
+        """Take so many bytes of it; return False, and never again give any, if it has fewer."""
+        if self.is_full:
+            return False
+        self._left -= size
+        if self._left >= 0:
+            return True
+        _log.warning("the traces end at %d bytes together: see qlog", self.size)
+        return False
 
 
 class Trace(QuicLoggerTrace):
@@ -198,8 +228,9 @@ class Trace(QuicLoggerTrace):
     which a reader could end connections, or dial, are left out.
     """
 
-    def __init__(self, directory: Path, *, is_client: bool, odcid: bytes) -> None:
+    def __init__(self, directory: Path, room: Room, *, is_client: bool, odcid: bytes) -> None:
         super().__init__(is_client=is_client, odcid=odcid)
+        self._room = room
         self._path = directory / f"{odcid.hex()}_{self._vantage_point['type']}.sqlog"
         self._vantage_point["name"] = "quicmesh"
         self._written = 0
@@ -220,13 +251,14 @@ class Trace(QuicLoggerTrace):
         if not self._written:
             records.insert(0, self._head())
         text = _sequence(records)
+        limit = None
         if self._written + len(text) > MAX_TRACE_BYTES:
-            self.log_event(
-                category="generic",
-                event="warning",
-                data={"message": f"this trace ends at its limit of {MAX_TRACE_BYTES} bytes"},
-            )
-            text = _sequence(self._events)
+            limit = f"this trace ends at its limit of {MAX_TRACE_BYTES} bytes"
+        elif not self._room.take(len(text)):
+            limit = f"all traces end at their limit of {self._room.size} bytes together"
+        if limit is not None:
+            self.log_event(category="generic", event="warning", data={"message": limit})
+            text = _sequence([self._head(), *self._events] if not self._written else self._events)
             self._events.clear()
             self.is_over = True
         flags = _FLAGS | (0 if self._written else os.O_EXCL)

@@ -17,9 +17,13 @@ from aioquic.tls import CipherSuite
 
 from auth import SecretKey
 from tests.transport.nodes import at, endpoint, pair
+from tests.transport.pair import World, connect
 from transport import Connection, Endpoint, Incoming
 from transport import observing as module
 from transport.errors import TransportError
+from transport.observing import Traces
+from transport.protocol.batch.sealing import seal_packet
+from transport.protocol.batch.writer import keys_of
 from transport.protocol.connection_ids import ID_LENGTH
 from transport.udp import UdpSocket
 
@@ -306,6 +310,62 @@ async def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "ends at its limit of 20000 bytes" in path.read_text().splitlines()[-1]
 
 
+HOSTILE_FRAMES = [
+    pytest.param(b"\xc0\0\0", id="half a frame type"),
+    pytest.param(b"\x01\x40", id="half a frame type behind a frame"),
+    pytest.param(b"\x06\0\x7f\xff\0", id="longer than the packet"),
+    pytest.param(b"\x02\0\0\xff" + b"\xff" * 7 + b"\0", id="acknowledges without end"),
+    pytest.param(b"\x40\x7f", id="unknown"),
+    pytest.param(b"\x1d\0\x03\xff\xfe\0", id="a reason that is no text"),
+]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("frames", HOSTILE_FRAMES)
+def test_what_a_peer_may_send_ends_alike_whether_traced_or_not(
+    tmp_path: Path, frames: bytes
+) -> None:
+    ends = []
+    for watches in (False, True):
+        world = World()
+        dialer, listener = connect(world)
+        quic, peer = listener.core.quic, dialer.core.quic
+        if watches:
+            quic._quic_logger = Traces(tmp_path).start_trace(is_client=False, odcid=bytes(8))
+        packet = seal_packet(
+            keys_of(peer.data_crypto.send),
+            peer._peer_cid.cid,
+            peer._packet_number,
+            frames,
+            spin=False,
+        )
+        listener.core.receive_batch(
+            bytearray(packet), len(packet), len(packet), dialer.host.address, world.now
+        )
+        listener.pump()
+        ends.append(listener.core.ended)
+    assert ends[0] == ends[1]
+    assert ends[1] is not None
+
+
+async def test_all_traces_together_have_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "MAX_TRACED_BYTES", 50_000)
+    async with endpoint(qlog=str(tmp_path), placement="loop") as listener:
+        for first in (True, False, False):
+            async with endpoint() as dialer:
+                connection = await dialer.connect(at(listener))
+                if first:
+                    await swap_bulk(listener, connection)
+                assert await connection.call("echo", 1) == 1
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 50_500
+    assert len(files(tmp_path)) == 1, "whoever comes later is not traced at all"
+    assert "all traces end at their limit of 50000 bytes" in files(tmp_path)[0].read_text()
+    assert caplog.text.count("the traces end at 50000 bytes together") == 1
+    assert traces(tmp_path)
+
+
 async def test_as_many_connections_are_traced_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -316,6 +376,28 @@ async def test_as_many_connections_are_traced_and_no_more(
                 await dialer.connect(at(listener))
     assert len(files(tmp_path)) == 1
     assert caplog.text.count("1 connections were traced, and no more are") == 1
+
+
+async def test_a_key_log_with_room_for_half_a_line_ends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came behind half a line would be none, and nobody would know that a key is missing."""
+    write, path = os.write, tmp_path / "keys"
+
+    def nearly_full(descriptor: int, data: bytes) -> int:
+        is_it = path.exists() and os.path.sameopenfile(descriptor, opened.fileno())
+        return write(descriptor, data[:10] if is_it else data)
+
+    path.touch(mode=0o600)
+    with path.open() as opened:
+        async with endpoint(key_log=str(path), placement="loop") as listener:
+            monkeypatch.setattr(os, "write", nearly_full)
+            async with endpoint() as dialer:
+                connection = await dialer.connect(at(listener))
+                assert await connection.call("echo", 1) == 1
+            monkeypatch.undo()
+    assert len(path.read_bytes()) == 10
+    assert caplog.text.count("ends here: no space left") == 1
 
 
 async def test_a_connection_goes_on_where_nothing_can_be_written(

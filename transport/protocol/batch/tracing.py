@@ -84,6 +84,7 @@ def frames_of(
     buffer = Buffer(data=payload)
     try:
         while not buffer.eof():
+            kind = None  # a peer may send even that cut off
             kind = buffer.pull_uint_var()
             if kind == QuicFrameType.PADDING:
                 rest = payload[buffer.tell() :]
