@@ -399,8 +399,8 @@ class Node:
         Raises:
             UnknownPeer, Unreachable, AccessDenied: as `connect`.
         """
-        where, invite = self.directory.resolve(node_id)
-        return await self._dial(where, invite, timeout, once=once)
+        connection = self.endpoint.connection(node_id)
+        return connection or await self._dial(*self.directory.resolve(node_id), timeout, once=once)
 
     def peers(self) -> tuple[PeerStatus, ...]:
         """Return every peer that is known or connected, and how far it got with each."""

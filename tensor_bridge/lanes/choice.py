@@ -228,10 +228,13 @@ class Lanes:
         if offer.link is None:
             return None
         move = FIRST_MOVE + next(self._moves)
-        with offer.link.landing(move) as landing:
+        with offer.link.landing(move, nbytes) as landing:
             if not await ask(move):
                 return None
-            offer.link.take_what_is_there()  # sent before the answer, on another way
+            if not landing.has_sealed:
+                offer.link.take_what_is_there()  # sent before the answer, on another way
+            if landing.has_sealed:
+                return (await landing.take_sealed(nbytes)).storage
             with anyio.CancelScope() as scope, offer.link.watched(scope.cancel):
                 return (await landing.take_sealed(nbytes)).storage
         offer.link.check()

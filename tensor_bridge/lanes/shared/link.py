@@ -302,9 +302,13 @@ class Link:
     # -- receiving
 
     @contextlib.contextmanager
-    def landing(self, move: int) -> Iterator[Landing]:
-        """Have what comes of `move` kept for the block; what is left then goes nowhere."""
-        landing = self._landings[move] = Landing(self)
+    def landing(self, move: int, sealed_bytes: int | None = None) -> Iterator[Landing]:
+        """Have what comes of `move` kept for the block; what is left then goes nowhere.
+
+        Who knows before that sealed memory is to come, and of what size, has it mapped as it comes,
+        while its sender still writes the answer about it.
+        """
+        landing = self._landings[move] = Landing(self, sealed_bytes)
         try:
             yield landing
         finally:

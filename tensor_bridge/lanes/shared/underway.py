@@ -25,7 +25,7 @@ BYTES_A_TURN = 4 << 20
 class Landing:
     """One move's bytes on their way in. Made by `Link.landing`."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, sealed_bytes: int | None = None) -> None:
         self.arrivals = Arrivals()
         self._link = link
         self._room = memoryview(b"")
@@ -33,9 +33,14 @@ class Landing:
         self._over = anyio.Event()
         self._error: Exception | None = None
         self._sealed: SealedMemory | None = None
-        self._sealed_bytes: int | None = None
+        self._sealed_bytes = sealed_bytes
         self._descriptor: int | None = None
         """Of sealed memory that came before anybody has said what it has to be."""
+
+    @property
+    def has_sealed(self) -> bool:
+        """Whether the memory that `take_sealed` would wait for is here, and mapped."""
+        return self._sealed is not None
 
     async def take_sealed(self, nbytes: int) -> SealedMemory:
         """Wait for memory that holds all of the move's `nbytes`, and return it.
