@@ -37,6 +37,7 @@ from transport.protocol.events import (
     StreamOpened,
     StreamsAvailable,
 )
+from transport.slots import Slots
 from transport.stream import Stream
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ class Connection:
         self.max_streams = 1
         """Streams that the peer may have open at a time."""
         self._window = 0
-        self._streams_available = anyio.Event()
+        self._slots = Slots(lambda: self.closed is not None or core.can_open_stream)
+        self._opened = anyio.Event()
+        """Set when the peer has opened a stream that nobody serves, or the connection is over."""
         self._ended = anyio.Event()
         self._regranted = anyio.Event()
         self._flushed: anyio.Event | None = None
@@ -437,7 +440,7 @@ class Connection:
         """Wait for the next stream that the peer opens, where nothing serves them as they come."""
         while not self._unclaimed:
             self.raise_if_closed("waiting for a stream", "accept")
-            await self._streams_available.wait()
+            await self._opened.wait()
         return self._wrap(self._unclaimed.popleft(), framed=framed, opener=False)
 
     @property
@@ -460,12 +463,12 @@ class Connection:
                     self._accept(stream_id)
                 elif len(self._unclaimed) < self.max_streams:
                     self._unclaimed.append(stream_id)
-                    self._wake_openers()
+                    self._tell_opened()
                 else:
                     # Opened and reset again and again: it would never count as open at one time.
                     self.abort(AppCode.LIMIT, "too many streams that nobody has accepted")
             case StreamsAvailable():
-                self._wake_openers()
+                self._slots.give()
             case PingAcknowledged(uid=uid):
                 if (ping := self._pings.get(uid)) is not None:
                     self._pings[uid] = (ping[0], time.perf_counter() - ping[1])
@@ -528,7 +531,7 @@ class Connection:
         if not self.is_open:
             self.raise_if_closed("opening a stream", "open")
             raise ConnectionClosed("opening a stream", peer=self._who(), why="we are closing")
-        if not self.core.can_open_stream:
+        if not self._slots.take():
             await self._wait_for_slot(wait, patience)
         core = self.core.open_stream()
         stream = self._streams[core.stream_id] = Stream(
@@ -537,12 +540,8 @@ class Connection:
         return stream
 
     async def _wait_for_slot(self, wait: float, patience: float) -> None:
-        end = anyio.current_time() + wait
-        with anyio.move_on_after(min(wait, patience)) as scope:
-            while not self.core.can_open_stream:
-                await self._streams_available.wait()
-                self.raise_if_closed("opening a stream", "open")
-                scope.deadline = min(end, anyio.current_time() + patience)
+        if await self._slots.wait(wait, patience):
+            self.raise_if_closed("opening a stream", "open")
             return
         raise LimitExceeded(
             "opening a stream",
@@ -566,8 +565,8 @@ class Connection:
         )
         return stream
 
-    def _wake_openers(self) -> None:
-        event, self._streams_available = self._streams_available, anyio.Event()
+    def _tell_opened(self) -> None:
+        event, self._opened = self._opened, anyio.Event()
         event.set()
 
     def _finish(self, error: MeshError) -> None:
@@ -575,7 +574,8 @@ class Connection:
             return
         self.closed = error
         self.handshaken.set()
-        self._wake_openers()
+        self._tell_opened()
+        self._slots.give()
         if self._flushed is not None:
             self._flushed.set()
         for stream in list(self._streams.values()):
