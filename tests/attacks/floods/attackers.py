@@ -70,6 +70,11 @@ def short_header() -> bytes:
     return b"\x43" + os.urandom(8) + noise(1190)
 
 
+def like_a_reset() -> bytes:
+    """What might be a stateless reset, so that no filter can know better."""
+    return b"\x43" + os.urandom(8) + noise(30)
+
+
 def long_header() -> bytes:
     """A packet of a handshake under way, to a connection that never was."""
     return b"\xe3\x00\x00\x00\x01\x08" + os.urandom(8) + b"\x08" + noise(1190)
@@ -225,6 +230,7 @@ def key_of_a_stranger() -> SecretKey:
 FLOODS: dict[str, Flood] = {
     "junk: random": datagrams(random_junk),
     "junk: short headers": datagrams(short_header),
+    "junk: like resets": datagrams(like_a_reset),
     "junk: long headers": datagrams(long_header),
     "junk: Initials": datagrams(initial),
     "junk: other versions": datagrams(other_version),
