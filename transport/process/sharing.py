@@ -115,7 +115,8 @@ async def join(
         process, life = SharedProcess(pid, keeper, life), None
         taken, control = control, None  # type: ignore[assignment]
         return process, taken
-    except (OSError, ProtocolError) as error:
+    except (OSError, AttributeError, ProtocolError) as error:
+        # Where a system can't say who is at the other end of a socket, its name is missing.
         _log.info("no place in the endpoint process at %s: %s", path, error)
         return None
     finally:

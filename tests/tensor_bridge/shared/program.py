@@ -56,7 +56,9 @@ async def main(settings: dict[str, Any]) -> None:
     lanes = LaneConfig(shared_from=1)
     # Before there is a peer, who would take a blocked event loop for dead.
     tensor = torch.arange(settings.get("nbytes", 100_000)).to(torch.uint8)
-    async with node(lanes=lanes, bind=settings.get("bind", "127.0.0.1:0")) as own:
+    # Another user may not start this interpreter, and so has no endpoint process.
+    place = {"placement": "loop"} if "user" in settings else {}
+    async with node(lanes=lanes, bind=settings.get("bind", "127.0.0.1:0"), **place) as own:
         say(node=str(own.endpoint.node_id), port=own.endpoint.port)
         if "peer" not in settings:
             await anyio.sleep_forever()

@@ -31,6 +31,7 @@ from transport import (
     RemoteError,
     ServiceUnknown,
 )
+from transport.protocol import StreamCore
 
 pytestmark = [
     pytest.mark.anyio,
@@ -60,6 +61,14 @@ class Pair:
     def __init__(self, server: Node, client: Node, rules: Scopes, connection: Connection) -> None:
         self.server, self.client, self.rules, self.connection = server, client, rules, connection
         self.begun, self.ended = anyio.Event(), anyio.Event()
+        self.streams_opened = 0
+        open_stream = connection.core.open_stream
+
+        def counted() -> StreamCore:
+            self.streams_opened += 1
+            return open_stream()
+
+        connection.core.open_stream = counted  # type: ignore[method-assign]
 
         async def sleep(request: Incoming) -> CborValue:
             self.begun.set()
@@ -142,40 +151,35 @@ def _are_over(it: Pair) -> bool:
     return True  # the link has ended
 
 
-def streams_opened(it: Pair) -> int:
-    core = it.connection.core
-    return int(core.quic._local_next_stream_id_bidi)
-
-
 @pytest.mark.parametrize("by", ["the caller", "the other"])
 async def test_calls_take_no_stream(by: str) -> None:
     async with linked(by=by) as it:
-        before = streams_opened(it)
+        before = it.streams_opened
         for value in (None, 7, "text", b"x" * 64, [1, {"a": b"b"}], b"x" * 60_000):
             assert await it.connection.call("echo", value) == value
-        assert streams_opened(it) == before
+        assert it.streams_opened == before
         assert it.rules.asked.count("echo") == 6
 
 
 @pytest.mark.parametrize("nbytes", [65_500, 200_000, 900_000])
 async def test_long_replies_come_in_parts(nbytes: int) -> None:
     async with linked() as it:
-        before = streams_opened(it)
+        before = it.streams_opened
         assert await it.connection.call("long", nbytes) == bytes(nbytes)
-        assert streams_opened(it) == before
+        assert it.streams_opened == before
 
 
 async def test_long_requests_and_services_take_streams() -> None:
     async with linked() as it:
-        before = streams_opened(it)
+        before = it.streams_opened
         assert await it.connection.call("echo", b"x" * 100_000) == b"x" * 100_000
         assert await it.connection.call("greet") == "hello"
-        assert streams_opened(it) == before + 8
+        assert it.streams_opened == before + 2
 
 
 async def test_errors_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
     async with linked() as it:
-        before = streams_opened(it)
+        before = it.streams_opened
         with pytest.raises(NoSuchTensor, match=r"it is gone.*Look elsewhere") as caught:
             await it.connection.call("fail")
         assert it.server.endpoint.node_id.short in str(caught.value)
@@ -185,13 +189,13 @@ async def test_errors_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
         assert "secret detail" in caplog.text
         with pytest.raises(ServiceUnknown):
             await it.connection.call("nothing")
-        assert streams_opened(it) == before
+        assert it.streams_opened == before
 
 
 @pytest.mark.attack
 async def test_the_grant_and_the_authorizer_are_asked() -> None:
     async with linked() as it:
-        before = streams_opened(it)
+        before = it.streams_opened
         assert await it.connection.call("echo", 1) == 1
         it.rules.refused.add("echo")
         with pytest.raises(AccessDenied, match="not today"):
@@ -201,7 +205,7 @@ async def test_the_grant_and_the_authorizer_are_asked() -> None:
         with pytest.raises(AccessDenied):
             await it.connection.call("fail")
         assert await it.connection.call("long", 3) == bytes(3)
-        assert streams_opened(it) == before
+        assert it.streams_opened == before
 
 
 async def test_a_scope_that_is_taken_back_ends_the_call() -> None:
@@ -261,9 +265,9 @@ async def test_more_than_are_served_at_a_time_take_streams(
     async with linked() as it, anyio.create_task_group() as tasks:
         tasks.start_soon(it.connection.call, "sleep")
         await it.begun.wait()
-        before = streams_opened(it)
+        before = it.streams_opened
         assert await it.connection.call("echo", 1) == 1
-        assert streams_opened(it) == before + 4
+        assert it.streams_opened == before + 1
         tasks.cancel_scope.cancel()
 
 
@@ -327,9 +331,9 @@ async def test_when_the_link_ends_the_call_does_and_the_next_takes_a_stream(
         with anyio.fail_after(2):
             await it.ended.wait()
         assert it.connection.carrier is None
-        before = streams_opened(it)
+        before = it.streams_opened
         assert await it.connection.call("echo", 1) == 1
-        assert streams_opened(it) == before + 4
+        assert it.streams_opened == before + 1
 
 
 async def test_what_was_answered_before_the_end_counts() -> None:
@@ -360,7 +364,7 @@ def in_thread(it: Pair, name: str, value: CborValue = None, timeout: float = 5.0
 
 async def test_threads_and_tasks_call_at_once_and_each_gets_its_own() -> None:
     async with linked() as it:
-        before = streams_opened(it)
+        before = it.streams_opened
 
         async def call(number: int) -> None:
             for turn in range(20):
@@ -374,7 +378,7 @@ async def test_threads_and_tasks_call_at_once_and_each_gets_its_own() -> None:
             for number in range(8):
                 tasks.start_soon(call, number)
         assert await in_thread(it, "long", 300_000) == bytes(300_000)  # in parts
-        assert streams_opened(it) == before
+        assert it.streams_opened == before
         assert it.calls._spinning == 0
         assert it.calls._waiter._words[it.calls._waiter._flag] == 1  # the loop is woken again
 
