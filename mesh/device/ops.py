@@ -53,7 +53,8 @@ _PLAIN = """
     logit_backward logspace logsumexp lu_unpack masked_scatter_backward masked_select
     matmul_backward max max_pool2d_backward max_pool2d_with_indices
     max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward
-    max_unpool2d max_unpool3d maximum mean median min minimum mm mode mse_loss mse_loss_backward
+    max_unpool2d max_unpool3d maximum mean median min minimum mish_backward mm mode mse_loss
+    mse_loss_backward
     multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward
     multilabel_margin_loss_forward multinomial mv nanmedian nansum native_batch_norm
     native_batch_norm_backward native_dropout native_dropout_backward native_group_norm

@@ -15,7 +15,7 @@ import torch
 
 from mesh.device import wire
 from mesh.device.client.forms import Form
-from mesh.device.client.layouts import strides_of
+from mesh.device.client.layouts import dtype_of, strides_of
 from mesh.device.client.tensors import (
     Device,
     form_of,
@@ -171,7 +171,8 @@ def learn(
         UnsupportedOnDevice: an argument that can't travel.
         RuntimeError: torch refuses the arguments, as it would anywhere.
     """
-    inference = _Inference(operator, args, kwargs)
+    on_cpu = device.facts.get("type", "cpu") == "cpu"
+    inference = _Inference(operator, args, kwargs, on_cpu=on_cpu)
     name = operator_name(operator)
     base = name.removeprefix("aten::").partition(".")[0]
     describe = _Describer(name)
@@ -280,9 +281,12 @@ def number_codes(argument: Any, base: str) -> str:
 
 
 class _Inference:
-    """One run of an operator on meta tensors."""
+    """One run of an operator on meta tensors, as if `on_cpu`, or elsewhere."""
 
-    def __init__(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], *, on_cpu: bool
+    ) -> None:
+        self._on_cpu = on_cpu
         self._args = args
         self._kwargs = kwargs
         self._operator = operator
@@ -325,8 +329,10 @@ class _Inference:
                 return place
             if here in self._empty:
                 result = result.new_empty(0)
-            strides = strides_of(self._operator._schema.name, here, self._meta_args, result)
-            geometry = wire.Geometry(result.dtype, tuple(result.shape), tuple(strides))
+            name, inputs = self._operator._schema.name, self._meta_args
+            strides = strides_of(name, here, inputs, result)
+            dtype = dtype_of(name, here, inputs, result, on_cpu=self._on_cpu)
+            geometry = wire.Geometry(dtype, tuple(result.shape), tuple(strides))
             outputs.append(wire.Output(geometry, geometry.span, here))
             return _New(len(outputs) - 1)
 

@@ -60,9 +60,23 @@ CASES = [
     Case("bilinear", 4, lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear")),
     Case("reflected", 4, lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect")),
     Case("replicated", 4, lambda x: functional.pad(x, (1, 1, 1, 1), mode="replicate")),
+    Case("reflected", 5, lambda x: functional.pad(x, (1,) * 6, mode="reflect")),
+    Case("replicated", 5, lambda x: functional.pad(x, (1,) * 6, mode="replicate")),
     Case("relu", 4, functional.relu),
     Case("log_softmax", 4, lambda x: functional.log_softmax(x, 1)),
     Case("joined", 4, lambda x: torch.cat((x, x), 1)),
+    Case("rolled", 4, lambda x: x.roll(1, 1)),
+    Case("shuffled", 4, lambda x: functional.channel_shuffle(x, 2)),
+    Case("glu", 4, lambda x: functional.glu(x, 1)),
+    Case("elu", 4, functional.elu),
+    Case("hardsigmoid", 4, functional.hardsigmoid),
+    Case("hardswish", 4, functional.hardswish),
+    Case("softplus", 4, functional.softplus),
+    Case("logsigmoid", 4, functional.logsigmoid),
+    *(
+        Case(work.__name__, 4, lambda x, work=work: work(x, torch.ones_like(x), reduction="none"))
+        for work in (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss)
+    ),
 ]
 
 
@@ -125,3 +139,45 @@ def test_results_and_gradients_lie_as_local_ones(
                 assert list(map(strides, theirs)) == list(map(strides, mine)), name
                 for one, another in zip(mine, theirs, strict=True):
                     torch.testing.assert_close(another.cpu(), one)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [None, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w: functional.layer_norm(x, (4,), w, w),
+        lambda x, w: functional.group_norm(x, 2, w, w),
+        lambda x, w: functional.batch_norm(x, None, None, w, w, training=True),
+        lambda x, w: functional.instance_norm(x, weight=w, bias=w),
+    ],
+    ids=["layer", "group", "batch", "instance"],
+)
+def test_normalizations_in_half_precision(
+    norm: Work, weights: torch.dtype | None, dtype: torch.dtype, d: torch.device
+) -> None:
+    if weights is torch.float16:
+        weights = dtype
+    x, w = torch.randn(2, 4, 4), torch.rand(4)
+    here: list[torch.Tensor] = [x.to(dtype).requires_grad_()]
+    if weights is not None:
+        here.append(w.to(weights).requires_grad_())
+    there = [each.detach().to(d).requires_grad_() for each in here]
+    mine, other = (norm(of[0], of[1] if weights is not None else None) for of in (here, there))
+    torch.testing.assert_close(other.cpu(), mine)
+    gradient = torch.randn(mine.shape).to(mine.dtype)
+    wanted = torch.autograd.grad(mine, here, gradient)
+    for one, another in zip(torch.autograd.grad(other, there, gradient.to(d)), wanted, strict=True):
+        assert one.dtype is another.dtype
+        torch.testing.assert_close(one.cpu(), another)
+
+
+@pytest.mark.parametrize("work", [functional.silu, functional.mish])
+def test_gradients_in_half_precision_are_rounded_once(work: Work, d: torch.device) -> None:
+    x = torch.linspace(-4, 4, 100).to(torch.bfloat16)
+    here, there = x.clone().requires_grad_(), x.to(d).requires_grad_()
+    work(here).sum().backward()
+    work(there).sum().backward()
+    assert here.grad is not None
+    assert there.grad is not None
+    assert torch.equal(there.grad.cpu(), here.grad)
