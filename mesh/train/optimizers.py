@@ -22,8 +22,8 @@ __all__ = ["set_state", "of_buckets", "of_parameters"]
 State: TypeAlias = dict[str, Any]
 """``state``: by the number of a parameter, values by name; and ``param_groups``."""
 
-_STEP = "step"
-"""What torch's optimizers call the one value that has no element for each of a parameter's."""
+_OF_ALL = ("step", "mu_product", "eta", "mu")
+"""What torch's optimizers call values that have no element for each of a parameter's."""
 
 
 def set_state(optimizer: Optimizer, state: State) -> None:
@@ -54,6 +54,9 @@ def of_parameters(state: State, buckets: Sequence[Bucket], count: int) -> State:
         state: by the number of a bucket; long tensors are as long as it, without padding.
         buckets: of the model.
         count: of the model's parameters.
+
+    Returns:
+        A state in which parameters may share a tensor; to go on from it, copy each.
 
     Raises:
         CheckpointError: the optimizer has several groups of options.
@@ -99,7 +102,7 @@ def of_buckets(state: State, buckets: Sequence[Bucket], count: int) -> State:
 def _joined(name: str, values: Sequence[Any], bucket: Bucket) -> Any:
     """Return one value for a bucket, of those of its parameters."""
     tensors = [each for each in values if isinstance(each, torch.Tensor)]
-    if len(tensors) == len(values) and name != _STEP:
+    if len(tensors) == len(values) and name not in _OF_ALL:
         if [each.shape for each in tensors] != bucket.shapes:
             raise _differing(f"{name!r} does not have the shapes of the parameters")
         return torch.cat([each.reshape(-1) for each in tensors])

@@ -184,6 +184,27 @@ def test_a_state_goes_on_over_other_devices(before: str, after: str, optimizer: 
     torch.testing.assert_close(found, reference, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("choose", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.RAdam])
+@pytest.mark.parametrize(("before", "after"), [("ddp-3", "sharded-4"), ("sharded-4", "single")])
+def test_a_state_with_values_of_all_elements_goes_on(before: str, after: str, choose: Any) -> None:
+    model, data = mlp().double(), batches(5, 6)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = choose(parameters, 0.01)
+        return optimizer
+
+    state = state_after(before, model, make, data[:3])
+    with STRATEGIES[after]() as strategy:
+        strategy.prepare(copy.deepcopy(model), make)
+        strategy.load(state)
+        for batch in data[3:]:
+            strategy.backward(batch, compute)
+            strategy.step()
+        found = strategy.state()["model"]
+    _, reference = plain(model, make, data)
+    torch.testing.assert_close(found, reference, atol=1e-6, rtol=0)
+
+
 def state_after(name: str, model: nn.Module, make: Any, data: list[Any]) -> dict[str, Any]:
     with STRATEGIES[name]() as strategy:
         strategy.prepare(copy.deepcopy(model), make)
