@@ -32,16 +32,18 @@ def forget() -> None:
     shutil.rmtree(shared_at().parent, ignore_errors=True)
 
 
-def placed(but: Mapping[str, object] = {}) -> dict[str, Any]:
+def placed(but: Mapping[str, object] = {}, *, alone: bool = False) -> dict[str, Any]:
     """Return the settings of an `EndpointConfig` that place a node as this run wants it.
 
     Args:
         but: settings that a test has of its own; none are returned if they place the node.
+        alone: with a process of its own, if with any.
     """
     if "placement" in but:
         return {}
     where = os.environ.get(_WHERE, "loop")
-    return {"placement": where, "share": str(shared_at()) if where == "process" else None}
+    is_shared = where == "process" and not alone
+    return {"placement": where, "share": str(shared_at()) if is_shared else None}
 
 
 def shared_at() -> Path:

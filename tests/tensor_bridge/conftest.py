@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import pytest
 import torch
 
 from tensor_bridge.lanes.shared.host import unavailable
+from tests.placements import placed
 from tests.tensor_bridge import nodes
 from transport.process import sharing
 
@@ -101,7 +103,9 @@ def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     name = str(getattr(request, "param", nodes.preferred))
     if name == "shared-memory" and (why := unavailable()) is not None:
         pytest.skip(why)
-    if name == nodes.PROCESS and request.node.originalname not in STOPS_A_PROCESS:
+    if request.node.originalname in STOPS_A_PROCESS:
+        monkeypatch.setattr(nodes, "placed", functools.partial(placed, alone=True))
+    elif name == nodes.PROCESS:
         monkeypatch.setattr(nodes, "shared", request.getfixturevalue("endpoint_process"))
         monkeypatch.setattr(sharing, "JOIN_SECONDS", 30.0)
     monkeypatch.setattr(nodes, "preferred", name)
