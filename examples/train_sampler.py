@@ -64,6 +64,9 @@ def train(options: argparse.Namespace) -> None:
             report(epoch, total, model, data)
             save(options.checkpoint, epoch, model, optimizer)
         dist.barrier()
+    if options.checkpoint and dist.get_rank() == 0:
+        more = options.epochs + 2
+        print(f"{options.checkpoint} has it all; with --epochs {more} it goes on from there")
 
 
 def build_model() -> nn.Module:
