@@ -154,7 +154,10 @@ def _check_prefix(text: str) -> None:
         raise _refused(
             f"it is of version {version}, and this program reads version 1", fix="Update quicmesh."
         )
-    raise _refused("it is not a ticket: a ticket starts with 'mesh1'")
+    raise _refused(
+        "it is not a ticket: a ticket starts with 'mesh1'",
+        fix="Copy what `mesh up` or `mesh invite` has printed on the other machine.",
+    )
 
 
 def _checked_body(data: bytes, text: str) -> bytes:

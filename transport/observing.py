@@ -29,6 +29,9 @@ __all__ = ["Observing", "Trace", "observed"]
 KEY_LOG_VARIABLE = "SSLKEYLOGFILE"
 QLOG_VARIABLE = "QLOGDIR"
 
+_OTHER_FILE = f"Name another, as key_log or in {KEY_LOG_VARIABLE}."
+_OTHER_DIRECTORY = f"Name another, as qlog or in {QLOG_VARIABLE}."
+
 MAX_TRACE_BYTES = 256 << 20
 """Longest trace of one connection; it ends there, and says so."""
 
@@ -129,7 +132,7 @@ class KeyLog:
         try:
             self._descriptor = os.open(path, _FLAGS, 0o600)
         except OSError as error:
-            raise TransportError(what, why=error.strerror or str(error)) from error
+            raise TransportError(what, why=error.strerror or str(error), fix=_OTHER_FILE) from error
         status = os.fstat(self._descriptor)
         why = fix = None
         if not stat.S_ISREG(status.st_mode):
@@ -141,9 +144,7 @@ class KeyLog:
             fix = f"chmod 600 {shlex.quote(str(path))}, or name a file that is not there yet."
         if why is not None:
             self.close()
-            raise TransportError(
-                what, why=why, fix=fix or f"Name another, as key_log or in {KEY_LOG_VARIABLE}."
-            )
+            raise TransportError(what, why=why, fix=fix or _OTHER_FILE)
 
     def write(self, line: str) -> None:
         """Append one line, whole: other processes may append to the same file."""
@@ -180,9 +181,10 @@ class Traces(QuicLogger):
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise TransportError(what, why=error.strerror or str(error)) from error
+            why = error.strerror or str(error)
+            raise TransportError(what, why=why, fix=_OTHER_DIRECTORY) from error
         if not os.access(path, os.W_OK | os.X_OK):
-            raise TransportError(what, why="files can't be made in it")
+            raise TransportError(what, why="files can't be made in it", fix=_OTHER_DIRECTORY)
 
     def start_trace(self, is_client: bool, odcid: bytes) -> Trace:
         """Begin the trace of one connection."""

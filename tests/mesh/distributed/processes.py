@@ -39,10 +39,19 @@ def start(scenario: str, size: int, tmp_path: Path, way: str = "host") -> list[R
 
 
 def run(scenario: str, size: int, tmp_path: Path, way: str = "host") -> list[Any]:
-    """Run a scenario on `size` ranks, each of which must end cleanly; return their results."""
+    """Run a scenario on `size` ranks, each of which must end cleanly; return their results.
+
+    What all have to say is shown if one has not: the first that complains is not always the first
+    that failed.
+    """
     ranks = start(scenario, size, tmp_path, way)
     try:
-        return [rank.result() for rank in ranks]
+        ends = [rank.process.communicate(timeout=DEADLINE) for rank in ranks]
+        errors = {number: told for number, (_, told) in enumerate(ends)}
+        codes = [rank.process.returncode for rank in ranks]
+        assert codes == [0] * size, errors
+        assert set(errors.values()) == {""}, errors
+        return [json.loads(out.splitlines()[-1]) for out, _ in ends]
     finally:
         end(ranks)
 
