@@ -233,8 +233,6 @@ class Lanes:
                 return None
             if not landing.has_sealed:
                 offer.link.take_what_is_there()  # sent before the answer, on another way
-            if landing.has_sealed:
-                return (await landing.take_sealed(nbytes)).storage
             with anyio.CancelScope() as scope, offer.link.watched(scope.cancel):
                 return (await landing.take_sealed(nbytes)).storage
         offer.link.check()

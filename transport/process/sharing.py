@@ -9,6 +9,7 @@ socket, its shared memory. Nothing but the process is shared.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -115,8 +116,7 @@ async def join(
         process, life = SharedProcess(pid, keeper, life), None
         taken, control = control, None  # type: ignore[assignment]
         return process, taken
-    except (OSError, AttributeError, ProtocolError) as error:
-        # Where a system can't say who is at the other end of a socket, its name is missing.
+    except (OSError, ProtocolError) as error:
         _log.info("no place in the endpoint process at %s: %s", path, error)
         return None
     finally:
@@ -139,8 +139,13 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a Unix socket, as the kernel knows them.
 
     For who has connected, that is who listened.
+
+    Raises:
+        OSError: the system can't say.
     """
     size = _CREDENTIALS.size
+    if not hasattr(socket, "SO_PEERCRED"):
+        raise OSError(errno.EOPNOTSUPP, "this system can't say who is at the other end of a socket")
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, uid
 
